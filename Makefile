@@ -1,0 +1,143 @@
+# make demo   sets up .venv and replays a synthetic trace through the native pool and the pure-Python twin
+# make test   sets up .venv and runs the tests of the C core and of the package
+# make help   lists the rest
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip --quiet
+CC ?= cc
+C_SOURCES := $(wildcard csrc/*.c)
+C_WARNINGS := -Wall -Wextra -Wconversion -Werror
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+NATIVE_SOURCES := $(wildcard csrc/*.[ch] kvpool/*.pyx kvpool/*.pxd kvpool/*.h) setup.py pyproject.toml constraints.txt
+VLLM_VENV := .venv-vllm
+LEG := build/legs
+
+.PHONY: help demo test ctest asan test-debug test-sanitize test-pure test-sdist test-lockstep vllm-env bench bench-c \
+        bench-table bench-check lint sdist clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@echo 'ctest asan              the C core alone; under ASan + UBSan'
+	@echo 'test-debug              the tests on a build with the asserts of the C core'
+	@echo 'test-sanitize           the tests on a build under ASan + UBSan'
+	@echo 'test-pure               the tests with KVPOOL_PURE_PYTHON=1'
+	@echo 'test-sdist              installs from the sdist and runs the tests there'
+	@echo 'vllm-env test-lockstep  an environment with vLLM; native, reference and vLLM in step, replay compared'
+	@echo 'bench bench-c           pytest-benchmark; the same loops in C'
+	@echo 'bench-table             every target of the pool in one run (beside vLLM: BENCH_PYTHON=$(VLLM_VENV)/bin/python)'
+	@echo 'bench-check             native-to-reference ratios against bench/ratios.json'
+	@echo 'lint                    ruff and mypy'
+
+# ---- set-up ----
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES)
+	$(PIP) install -c constraints.txt 'setuptools>=77' wheel 'Cython>=3.1,<4' 'numpy>=2.0'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
+	touch $@
+
+# ---- the two commands ----
+
+demo: $(VENV)/.installed
+	$(BIN)/kvpool replay --compare native,reference
+
+test: ctest $(VENV)/.installed
+	$(BIN)/pytest tests
+
+# ---- C core ----
+
+build/test_core: tests/c/test_core.c $(C_SOURCES) $(wildcard csrc/*.h)
+	@mkdir -p build
+	$(CC) -std=c11 -O2 -DKVP_DEBUG $(C_WARNINGS) -Icsrc tests/c/test_core.c $(C_SOURCES) -o $@
+
+build/test_core_asan: tests/c/test_core.c $(C_SOURCES) $(wildcard csrc/*.h)
+	@mkdir -p build
+	$(CC) -std=c11 -O1 -g -DKVP_DEBUG $(SANITIZERS) $(C_WARNINGS) -Icsrc tests/c/test_core.c $(C_SOURCES) -o $@
+
+ctest: build/test_core
+	build/test_core
+
+asan: build/test_core_asan
+	build/test_core_asan
+
+# ---- legs: each builds from the sdist in a folder of its own, so that no build can pass for another ----
+
+sdist: $(VENV)/.installed
+	rm -rf build/sdist && $(PIP) install build
+	$(BIN)/python -m build --sdist --no-isolation --outdir build/sdist . >build/sdist.log 2>&1 || (cat build/sdist.log; false)
+
+# $(call install_leg,NAME,ENVIRONMENT)
+define install_leg
+	rm -rf $(LEG)/$(1) && mkdir -p $(LEG)/$(1)/src
+	tar xzf build/sdist/kvpool-*.tar.gz -C $(LEG)/$(1)/src --strip-components 1
+	$(2) $(PIP) install --no-build-isolation --no-deps --target $(LEG)/$(1)/site $(LEG)/$(1)/src
+endef
+
+LEG_PYTEST = cd $(LEG)/$(1)/src && rm -rf kvpool && PYTHONPATH=$(CURDIR)/$(LEG)/$(1)/site
+PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider
+
+test-debug: sdist
+	$(call install_leg,debug,KVPOOL_DEBUG=1)
+	$(call LEG_PYTEST,debug) $(PYTEST) tests
+
+# The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns.
+test-sanitize: sdist
+	$(call install_leg,sanitize,KVPOOL_SANITIZE=1 KVPOOL_DEBUG=1)
+	$(call LEG_PYTEST,sanitize) LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) PYTHONMALLOC=malloc \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) tests -m 'not slow'
+
+test-pure: $(VENV)/.installed
+	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests
+
+test-sdist: sdist
+	$(call install_leg,sdist,)
+	test -z "$$(find $(LEG)/sdist/site/kvpool -name '*.c' -o -name '*.pyx')"
+	$(call LEG_PYTEST,sdist) $(PYTEST) tests -m 'not slow'
+
+# ---- vLLM ----
+
+$(VLLM_VENV)/.installed: tests/vllm/make_env.py constraints.txt
+	$(PYTHON) tests/vllm/make_env.py $(VLLM_VENV)
+	touch $@
+
+vllm-env: $(VLLM_VENV)/.installed $(NATIVE_SOURCES)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM_VENV)/bin/pip --quiet install -c constraints.txt --no-deps '.'
+
+test-lockstep: vllm-env
+	cd tests && ../$(VLLM_VENV)/bin/pytest -q -p no:cacheprovider -m vllm .
+	cd tests && ../$(VLLM_VENV)/bin/kvpool replay --compare native,reference,vllm
+
+# ---- benches ----
+
+BENCH_PYTHON ?= $(BIN)/python
+
+bench: $(VENV)/.installed
+	$(BIN)/pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds --benchmark-group-by=group
+
+build/bench_pool: bench/c/bench_pool.c $(C_SOURCES) $(wildcard csrc/*.h)
+	@mkdir -p build
+	$(CC) -std=c11 -O3 -Icsrc bench/c/bench_pool.c $(C_SOURCES) -o $@
+
+bench-c: build/bench_pool
+	build/bench_pool
+
+bench-table: $(VENV)/.installed build/bench_pool
+	KVPOOL_C_BENCH=build/bench_pool $(BENCH_PYTHON) bench/table.py
+
+bench-check: $(VENV)/.installed
+	$(BIN)/python bench/ratios.py --check
+
+# ---- the rest ----
+
+lint: $(VENV)/.installed
+	$(PIP) install -c constraints.txt ruff mypy
+	$(BIN)/ruff check kvpool tests bench setup.py
+	$(BIN)/ruff format --check kvpool tests bench setup.py
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info $(VENV) $(VLLM_VENV) kvpool/*.so

@@ -1,0 +1,47 @@
+"""Builds the extension modules over csrc/. Everything else is in pyproject.toml.
+
+KVPOOL_DEBUG=1     asserts of the C core on, -O1
+KVPOOL_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
+"""
+
+import os
+import sys
+
+import numpy
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+DEBUG = os.environ.get("KVPOOL_DEBUG") == "1"
+SANITIZE = os.environ.get("KVPOOL_SANITIZE") == "1"
+
+SOURCES = [f"csrc/kvp_{name}.c" for name in ("free_list", "prefix_map", "pool", "pool_hash", "check")]
+HEADERS = ["csrc/kvp.h", "csrc/kvp_internal.h", "kvpool/_lock.h"]
+MODULES = ["_batch", "_block", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"]
+
+# -g0 only shrinks release wheels; debug and sanitized builds want the lines of their reports.
+flags = ["-std=c11", "-O1", "-g"] if DEBUG or SANITIZE else ["-std=c11", "-O3", "-g0"]
+link_flags = []
+macros = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
+if sys.platform != "win32":
+    flags += ["-fvisibility=hidden", "-fno-strict-aliasing"]
+if DEBUG:
+    macros.append(("KVP_DEBUG", "1"))
+if SANITIZE:
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+    link_flags += ["-fsanitize=address,undefined"]
+macros.append(("KVPOOL_BUILD_FLAGS", '"' + " ".join(flags) + '"'))
+
+extensions = [
+    Extension(
+        f"kvpool.{module}",
+        [f"kvpool/{module}.pyx", *SOURCES],
+        include_dirs=["csrc", "kvpool", numpy.get_include()],
+        depends=HEADERS,
+        define_macros=macros,
+        extra_compile_args=flags,
+        extra_link_args=link_flags,
+    )
+    for module in MODULES
+]
+
+setup(ext_modules=cythonize(extensions, build_dir="build/cython", show_all_warnings=False))
