@@ -1,0 +1,26 @@
+"""The pure-Python twin of the native pool: same classes, same order of eviction.
+
+It is the oracle of the differential tests, the baseline of the benchmarks, and what ``KVPOOL_PURE_PYTHON=1`` selects.
+"""
+
+from __future__ import annotations
+
+from kvpool._pool_operations import PoolOperations
+from kvpool.reference.block import KVCacheBlock
+from kvpool.reference.free_queue import FreeKVCacheBlockQueue
+from kvpool.reference.hash_map import BlockHashToBlockMap
+from kvpool.reference.pool import BlockPoolBase, PoolStats
+
+
+class BlockPool(PoolOperations, BlockPoolBase):
+    """The block pool in plain Python; see ``PoolOperations`` for its arguments."""
+
+
+__all__ = [
+    "BlockHashToBlockMap",
+    "BlockPool",
+    "BlockPoolBase",
+    "FreeKVCacheBlockQueue",
+    "KVCacheBlock",
+    "PoolStats",
+]

@@ -1,0 +1,182 @@
+"""A block of the KV cache: its id, reference count, hash and place in the free list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from kvpool.block_hash import BlockHashWithGroupId, check_key
+from kvpool.errors import BlockStateError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kvpool.reference.free_queue import FreeKVCacheBlockQueue
+    from kvpool.reference.pool import BlockPoolBase
+
+
+def refuse_copy(what: str) -> NoReturn:
+    """Objects of a pool mean something by identity: a copy would be a second owner of the same memory."""
+    raise TypeError(f"a {what} cannot be pickled or copied: its blocks stand for memory that has one owner")
+
+
+class KVCacheBlock:
+    """One block of a pool, or a hand-made one for a stand-alone queue or map.
+
+    A block is in use (``ref_cnt`` > 0), queued (in a free list) or detached (neither: taken from the free list by
+    hand). Equality is identity.
+
+    Args:
+        block_id: index of the block in the cache tensors.
+        ref_cnt: number of users, >= 0.
+        is_null: whether it stands for a block that is never written.
+
+    vLLM: ``KVCacheBlock``. The links are read-only here, and a pool's block refuses a ``ref_cnt`` that contradicts
+    the free list (BlockStateError).
+    """
+
+    # `_next is None` means not queued: the ends of a list are blocks of their own, so a queued block has two links.
+    # `_queue` is the free list that the links belong to; it goes stale when a hand-made block leaves its list.
+    __slots__ = (
+        "_block_hash",
+        "_block_hash_num_tokens",
+        "_block_id",
+        "_is_null",
+        "_next",
+        "_pool",
+        "_prev",
+        "_queue",
+        "_ref_cnt",
+    )
+
+    _block_id: int
+    _ref_cnt: int
+    _block_hash: BlockHashWithGroupId | None
+    _block_hash_num_tokens: int | None
+    _prev: KVCacheBlock | None
+    _next: KVCacheBlock | None
+    _queue: FreeKVCacheBlockQueue | None
+    _pool: BlockPoolBase | None
+    _is_null: bool
+
+    def __init__(self, block_id: int, ref_cnt: int = 0, *, is_null: bool = False) -> None:
+        _check_count(ref_cnt)
+        if ref_cnt < 0:
+            raise InvalidArgumentError(f"ref_cnt must be at least 0, not {ref_cnt}")
+        self._block_id = block_id
+        self._ref_cnt = ref_cnt
+        self._block_hash = None
+        self._block_hash_num_tokens = None
+        self._prev = None
+        self._next = None
+        self._queue = None
+        self._pool = None
+        self._is_null = is_null
+
+    @property
+    def block_id(self) -> int:
+        """Index of the block in the cache tensors."""
+        return self._block_id
+
+    @property
+    def pool(self) -> BlockPoolBase | None:
+        """The pool that owns the block, None for a hand-made one."""
+        return self._pool
+
+    @property
+    def is_null(self) -> bool:
+        """Whether this is a null block: never written, never free, never cached."""
+        return self._is_null
+
+    @is_null.setter
+    def is_null(self, value: bool) -> None:
+        if self._pool is not None and value != self._is_null:
+            raise BlockStateError(f"a pool has one null block, the first: {self!r}")
+        self._is_null = value
+
+    @property
+    def ref_cnt(self) -> int:
+        """Number of users. Set to 0, a block in use becomes detached; set to 1 or more, a detached one is in use.
+
+        A pool's block refuses, with BlockStateError, a negative value and any but 0 while it is queued or null.
+        """
+        return self._ref_cnt
+
+    @ref_cnt.setter
+    def ref_cnt(self, value: int) -> None:
+        if type(value) is int and value > 0 and self._ref_cnt > 0:
+            # One user more or less of a block in use: what engines do by hand, and often.
+            self._ref_cnt = value
+            return
+        _check_count(value)
+        if value < 0:
+            raise BlockStateError(f"ref_cnt cannot become {value}: {self!r}")
+        pool = self._pool
+        if pool is not None and value != self._ref_cnt:
+            if self._is_null:
+                raise BlockStateError(f"the ref_cnt of the null block is always 0, not {value}")
+            if self._next is not None:
+                raise BlockStateError(f"a free block cannot have a ref_cnt of {value}; take it first: {self!r}")
+            if value == 0:
+                pool._num_detached += 1
+            elif self._ref_cnt == 0:
+                pool._num_detached -= 1
+        self._ref_cnt = value
+
+    @property
+    def block_hash(self) -> BlockHashWithGroupId | None:
+        """Primary key of the block in the prefix cache: digest and group id, None if it has none."""
+        return self._block_hash
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        """Number of tokens of the prefix that ``block_hash`` stands for, None if unknown."""
+        return self._block_hash_num_tokens
+
+    @property
+    def prev_free_block(self) -> KVCacheBlock | None:
+        """Neighbour towards the head of the free list, None if not queued."""
+        return self._prev
+
+    @property
+    def next_free_block(self) -> KVCacheBlock | None:
+        """Neighbour towards the tail of the free list, None if not queued."""
+        return self._next
+
+    def set_block_hash(self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None) -> None:
+        """Give the block a hash, without making it reachable through the prefix cache.
+
+        Raises:
+            BlockStateError: it has one already, or is a pool's null block.
+        """
+        check_key(block_hash)
+        if self._block_hash is not None:
+            raise BlockStateError(f"the block already has a hash: {self!r}")
+        pool = self._pool
+        if pool is not None:
+            if self._is_null:
+                raise BlockStateError("the null block cannot have a hash")
+            pool._note_hash_set_by_hand(self, block_hash)
+        self._block_hash = block_hash
+        self._block_hash_num_tokens = num_tokens
+
+    def reset_hash(self) -> None:
+        """Take the primary hash away; a pool's prefix cache forgets that key of the block as well."""
+        if self._pool is not None:
+            self._pool._forget_primary_hash(self)
+        self._block_hash = None
+        self._block_hash_num_tokens = None
+
+    def __repr__(self) -> str:
+        prev_id = None if self._prev is None else self._prev._block_id
+        next_id = None if self._next is None else self._next._block_id
+        return (
+            f"KVCacheBlock(block_id={self._block_id}, ref_cnt={self._ref_cnt}, _block_hash={self._block_hash!r}, "
+            f"_block_hash_num_tokens={self._block_hash_num_tokens}, prev_free_block={prev_id}, "
+            f"next_free_block={next_id})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy("KVCacheBlock")
+
+
+def _check_count(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"ref_cnt must be an int, not {type(value).__name__}")

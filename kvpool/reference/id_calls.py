@@ -1,0 +1,113 @@
+"""The calls of a pool that take and give ids instead of block objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool.block_hash import GROUP_ID_BYTES, BlockHashList, BlockHashWithGroupId, check_key
+from kvpool.errors import BlockStateError, InvalidArgumentError, KvpoolError
+from kvpool.reference.block import KVCacheBlock
+from kvpool.reference.free_queue import check_num_blocks
+from kvpool.reference.id_buffer import empty_id_array, ids_of_buffer, write_ids
+from kvpool.reference.prefix_cache import PrefixCache
+
+
+class IdCalls(PrefixCache):
+    """Part of ``BlockPoolBase``, over its calls that take block objects."""
+
+    def allocate_ids(self, n: int, out: Any = None) -> Any:
+        """``get_new_blocks`` as ids.
+
+        Args:
+            n: number of blocks.
+            out: a writable int32 buffer of exactly n items to fill, or None.
+
+        Returns:
+            out, or a new int32 array of shape (n,).
+        """
+        n = check_num_blocks(n)
+        if out is not None and len(ids_of_buffer(out, is_written=True)) != n:
+            raise InvalidArgumentError(f"out must have exactly {n} items")
+        blocks = self.get_new_blocks(n)  # type: ignore[attr-defined]
+        if out is None:
+            out = empty_id_array(n)
+        write_ids(out, [block._block_id for block in blocks])
+        return out
+
+    def free_ids(self, ids: Any, prepend: bool = False) -> None:
+        """``free_blocks`` by ids, an int32 buffer of shape (n,). BlockStateError names an id outside the pool."""
+        self.free_blocks(self._blocks_of_ids(ids), prepend)  # type: ignore[attr-defined]
+
+    def touch_ids(self, ids: Any) -> None:
+        """``touch`` by ids, an int32 buffer of shape (n,). BlockStateError names an id outside the pool."""
+        self.touch(self._blocks_of_ids(ids))  # type: ignore[attr-defined]
+
+    def find_prefix_ids(self, block_hashes: BlockHashList, group_id: int = 0, max_blocks: int | None = None) -> Any:
+        """Ids of the first cached block of each hash, up to the first miss.
+
+        Args:
+            block_hashes: digests in token order.
+            group_id: KV cache group.
+            max_blocks: where to stop at the latest, None for no limit.
+
+        Returns:
+            An int32 array of shape (hits,). O(hits).
+        """
+        suffix = group_id.to_bytes(GROUP_ID_BYTES, "big")
+        limit = len(block_hashes) if max_blocks is None else min(check_num_blocks(max_blocks), len(block_hashes))
+        hash_map = self.cached_block_hash_to_block
+        found: list[int] = []
+        for index in range(limit):
+            block = hash_map.get_one_block(block_hashes[index] + suffix)  # type: ignore[arg-type]
+            if block is None:
+                break
+            found.append(block._block_id)
+        ids = empty_id_array(len(found))
+        write_ids(ids, found)
+        return ids
+
+    def cache_ids(self, block_hashes: BlockHashList, ids: Any, group_id: int = 0) -> None:
+        """Make blocks reachable by their hashes. Null blocks and blocks that have the hash already are skipped.
+
+        Args:
+            block_hashes: one digest per id.
+            ids: int32 buffer of shape (n,).
+            group_id: KV cache group.
+
+        Raises:
+            BlockStateError: a block carries another hash or is in the batch twice, an id is not of the pool.
+            InvalidArgumentError: not one digest per id, or one over 32 bytes.
+            KvpoolError: events are enabled; they name tokens, which this call does not know.
+        """
+        if self.enable_kv_cache_events:
+            raise KvpoolError("cache_ids cannot publish events, which name tokens: use cache_full_blocks")
+        suffix = group_id.to_bytes(GROUP_ID_BYTES, "big")
+        blocks = self._blocks_of_ids(ids)
+        if len(block_hashes) != len(blocks):
+            raise InvalidArgumentError(f"{len(block_hashes)} block hashes for {len(blocks)} ids")
+        planned: dict[KVCacheBlock, BlockHashWithGroupId] = {}
+        for block, digest in zip(blocks, block_hashes):
+            if block._is_null:
+                continue
+            key: Any = digest + suffix
+            check_key(key)
+            if block in planned:
+                raise BlockStateError(f"the block is in the batch twice: {block!r}")
+            if block._block_hash is not None and block._block_hash != key:
+                raise BlockStateError(f"the block carries another hash: {block!r}")
+            planned[block] = key
+        for block, key in planned.items():
+            if block._block_hash is None:
+                self._insert_block_hash(key, block, None)
+            else:
+                self._attach_key(key, block)  # reachable again, if it was popped from the map by hand
+
+    def _blocks_of_ids(self, ids: Any) -> list[KVCacheBlock]:
+        blocks = self.blocks
+        num_blocks = len(blocks)
+        found = []
+        for block_id in ids_of_buffer(ids):
+            if not 0 <= block_id < num_blocks:
+                raise BlockStateError(f"block id {block_id} is outside the pool of {num_blocks} blocks")
+            found.append(blocks[block_id])
+        return found
