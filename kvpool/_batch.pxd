@@ -1,0 +1,46 @@
+# What every batch needs: a place for its ids and keys, counts, and the callers' int32 buffers.
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
+from cpython.mem cimport PyMem_Free
+from libc.stdint cimport INT32_MAX, int32_t
+
+from kvpool._kvp cimport kvp_key_t
+
+cdef enum:
+    SMALL = 512  # ids and keys of a batch up to this size stay on the stack
+
+
+cdef class IdBuffer:
+    cdef Py_buffer view
+    cdef bint is_open
+    cdef int32_t *data
+    cdef Py_ssize_t length
+
+
+cdef int32_t *large_ids(Py_ssize_t n) except NULL
+cdef kvp_key_t *large_keys(Py_ssize_t n) except NULL
+cdef int32_t parse_unusual_count(object n) except -1
+cdef object new_ids(Py_ssize_t n)
+cdef int32_t *data_of(object array) noexcept
+cdef Py_ssize_t size_of(object array) noexcept
+cdef bint is_plain_ids(object ids) noexcept
+cdef IdBuffer open_buffer(object ids, bint writable)
+
+cdef inline int32_t *ids_of_size(Py_ssize_t n, int32_t *small) except NULL:
+    return small if n <= SMALL else large_ids(n)
+
+cdef inline kvp_key_t *keys_of_size(Py_ssize_t n, kvp_key_t *small) except NULL:
+    return small if n <= SMALL else large_keys(n)
+
+cdef inline void release_batch(void *items, void *small) noexcept:
+    if items is not small:
+        PyMem_Free(items)
+
+cdef inline int32_t parse_count(object n) except -1:
+    """A number of blocks: an int (numpy's too), no bool, not negative."""
+    cdef long count
+    cdef int overflow = 0
+    if PyLong_CheckExact(n):
+        count = PyLong_AsLongAndOverflow(n, &overflow)
+        if 0 <= count <= INT32_MAX:
+            return <int32_t>count
+    return parse_unusual_count(n)

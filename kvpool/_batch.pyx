@@ -1,0 +1,88 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: embedsignature=True, freethreading_compatible=True
+"""What every batch needs: a place for its ids and keys, counts, and the callers' int32 buffers."""
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.mem cimport PyMem_Malloc
+from libc.stdint cimport INT32_MAX, int32_t
+
+from kvpool._kvp cimport kvp_key_t
+from kvpool._numpy cimport (
+    kvpool_ids_data, kvpool_ids_size, kvpool_import_numpy, kvpool_is_plain_ids, kvpool_new_ids,
+)
+
+from kvpool.errors import InvalidArgumentError
+
+
+cdef int32_t *large_ids(Py_ssize_t n) except NULL:
+    cdef int32_t *ids = <int32_t *>PyMem_Malloc(<size_t>n * sizeof(int32_t))
+    if ids is NULL:
+        raise MemoryError(f"no memory for a batch of {n} ids")
+    return ids
+
+
+cdef kvp_key_t *large_keys(Py_ssize_t n) except NULL:
+    cdef kvp_key_t *keys = <kvp_key_t *>PyMem_Malloc(<size_t>n * sizeof(kvp_key_t))
+    if keys is NULL:
+        raise MemoryError(f"no memory for a batch of {n} keys")
+    return keys
+
+
+cdef int32_t parse_unusual_count(object n) except -1:
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise TypeError(f"a number of blocks is an int, not {type(n).__name__}: {n!r}")
+    cdef object count = n.__index__()
+    if count < 0:
+        raise InvalidArgumentError(f"a number of blocks can't be negative: {n}")
+    return INT32_MAX if count > INT32_MAX else <int32_t>count
+
+
+# ---- int32 buffers ----
+
+cdef bint numpy_ready = False
+
+
+cdef object new_ids(Py_ssize_t n):
+    global numpy_ready
+    if not numpy_ready:
+        kvpool_import_numpy()
+        numpy_ready = True
+    return kvpool_new_ids(n)
+
+
+cdef int32_t *data_of(object array) noexcept:
+    return kvpool_ids_data(array)
+
+
+cdef Py_ssize_t size_of(object array) noexcept:
+    return kvpool_ids_size(array)
+
+
+cdef bint is_plain_ids(object ids) noexcept:
+    """A numpy array that needs no buffer protocol: the common case. Before numpy is in use there can be none."""
+    return numpy_ready and kvpool_is_plain_ids(ids)
+
+
+cdef class IdBuffer:
+    """Borrowed view of a caller's int32 array, released with the object."""
+
+    def __dealloc__(self):
+        if self.is_open:
+            PyBuffer_Release(&self.view)
+
+
+cdef IdBuffer open_buffer(object ids, bint writable):
+    cdef IdBuffer buffer = IdBuffer.__new__(IdBuffer)
+    cdef bytes form
+    try:
+        PyObject_GetBuffer(ids, &buffer.view, PyBUF_FORMAT | PyBUF_ND | (PyBUF_WRITABLE if writable else 0))
+    except (TypeError, BufferError, ValueError) as error:
+        raise TypeError(f"ids must be a C-contiguous {'writable ' if writable else ''}int32 buffer, "
+                        f"not {type(ids).__name__}: {error}") from None
+    buffer.is_open = True
+    form = b"B" if buffer.view.format is NULL else <bytes>buffer.view.format
+    if buffer.view.itemsize != 4 or form.lstrip(b"@=<") not in (b"i", b"l") or buffer.view.ndim != 1:
+        raise TypeError(f"ids must be one-dimensional int32, not {buffer.view.ndim}-dimensional of format "
+                        f"{form.decode()!r}")
+    buffer.data = <int32_t *>buffer.view.buf
+    buffer.length = buffer.view.len // 4
+    return buffer

@@ -1,0 +1,215 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: embedsignature=True, freethreading_compatible=True
+"""The native pool, and everything that the package takes from the extension modules.
+
+``BlockPoolBase`` is the hot half of ``BlockPool``: ``BlockAllocator`` and ``PrefixCache`` with block objects, and here the
+same with arrays of ids, for callers that need no object per block.
+"""
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.string cimport memcpy
+
+from kvpool._allocator cimport too_few_blocks
+from kvpool._batch cimport (
+    SMALL, IdBuffer, data_of, ids_of_size, is_plain_ids, keys_of_size, new_ids, open_buffer, parse_count,
+    release_batch, size_of,
+)
+from kvpool._block cimport (
+    BlockHome, handle_of, kvpool_lock_acquire, kvpool_lock_release, parse_digest, parse_group, raise_status,
+)
+from kvpool._kvp cimport (
+    KVP_CACHE_IDEMPOTENT, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, kvp_fault_t, kvp_key_t, kvp_pool_allocate,
+    kvp_pool_find_prefix, kvp_pool_free, kvp_status_t,
+)
+from kvpool._prefix_cache cimport PrefixCache
+
+import logging
+
+from kvpool._block import KVCacheBlock
+from kvpool._map import BlockHashToBlockMap
+from kvpool._queue import FreeKVCacheBlockQueue
+from kvpool.errors import BlockStateError, InvalidArgumentError, KvpoolError
+
+__all__ = ["BUILD_INFO", "BlockHashToBlockMap", "BlockPoolBase", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+
+cdef extern from *:
+    """
+    #ifndef KVPOOL_BUILD_FLAGS
+    #define KVPOOL_BUILD_FLAGS ""
+    #endif
+    #if defined(__clang__)
+    #define KVPOOL_COMPILER "clang " __clang_version__
+    #elif defined(__GNUC__)
+    #define KVPOOL_COMPILER "gcc " __VERSION__
+    #else
+    #define KVPOOL_COMPILER "unknown"
+    #endif
+    #ifdef KVP_DEBUG
+    #define KVPOOL_IS_DEBUG 1
+    #else
+    #define KVPOOL_IS_DEBUG 0
+    #endif
+    """
+    const char *KVPOOL_BUILD_FLAGS
+    const char *KVPOOL_COMPILER
+    int KVPOOL_IS_DEBUG
+
+BUILD_INFO = {
+    "compiler": KVPOOL_COMPILER.decode().strip(),
+    "flags": KVPOOL_BUILD_FLAGS.decode(),
+    "debug": bool(KVPOOL_IS_DEBUG),
+    "sanitize": "-fsanitize" in KVPOOL_BUILD_FLAGS.decode(),
+}
+
+logger = logging.getLogger("kvpool")
+
+cdef enum:
+    KEYS = 128   # keys looked up in one go
+
+
+cdef class BlockPoolBase(PrefixCache):
+    """See ``BlockPool``."""
+
+    def allocate_ids(self, n, out=None):
+        """As ``get_new_blocks``, but ids: a new int32 array of n, or ``out``, a writable int32 buffer of n items.
+        O(n)."""
+        cdef BlockHome home = self.the_home()
+        cdef int32_t count = parse_count(n)
+        cdef IdBuffer buffer
+        cdef int32_t *ids
+        cdef kvp_status_t status
+        if out is not None:
+            buffer = open_buffer(out, True)
+            if buffer.length != count:
+                raise InvalidArgumentError(f"out has {buffer.length} items for {count} ids")
+        if count > home.pool.free_list.num_free:
+            too_few_blocks(count)
+        cdef object result = new_ids(count) if out is None else out
+        ids = data_of(result) if out is None else buffer.data
+        if self.is_observed():
+            for i, block in enumerate(self._get_new_blocks_observed(count)):
+                ids[<Py_ssize_t>i] = block.block_id
+            return result
+        kvpool_lock_acquire(&home.lock)
+        status = kvp_pool_allocate(home.pool, count, ids)
+        kvpool_lock_release(&home.lock)
+        if status != KVP_OK:
+            too_few_blocks(count)
+        return result
+
+    def free_ids(self, ids, bint prepend=False):
+        """As ``free_blocks`` for an int32 buffer of ids. O(len)."""
+        cdef BlockHome home = self.the_home()
+        cdef IdBuffer buffer
+        cdef const int32_t *data
+        cdef Py_ssize_t n
+        cdef kvp_fault_t fault
+        cdef kvp_status_t status
+        if is_plain_ids(ids):
+            data, n = data_of(ids), size_of(ids)
+        else:
+            buffer = open_buffer(ids, False)
+            data, n = buffer.data, buffer.length
+        kvpool_lock_acquire(&home.lock)
+        status = kvp_pool_free(home.pool, data, n, KVP_PLACE_HEAD if prepend else KVP_PLACE_BY_HASH, &fault)
+        kvpool_lock_release(&home.lock)
+        if status == KVP_OK:
+            return
+        if self.on_invalid_free == "warn":
+            home.invalid_frees += 1
+            logger.warning("free_ids: skipped entry %d of the batch, block %d, which is not in use", fault.index,
+                           fault.block_id)
+            rest = [data[i] for i in range(n) if i != fault.index]
+            ids = new_ids(n - 1)
+            ids[:] = rest
+            self.free_ids(ids, prepend)
+            return
+        raise_status(status, &fault, "free_ids", home)
+
+    def touch_ids(self, ids):
+        """As ``touch`` for an int32 buffer of ids. O(len)."""
+        self.the_home()
+        cdef IdBuffer buffer
+        cdef const int32_t *data
+        cdef Py_ssize_t i, n
+        if is_plain_ids(ids):
+            data, n = data_of(ids), size_of(ids)
+        else:
+            buffer = open_buffer(ids, False)
+            data, n = buffer.data, buffer.length
+        self.touch_nodes(data, n, "touch_ids")
+        if self.metrics_collector is not None:
+            for i in range(n):
+                self.metrics_collector.on_block_accessed(handle_of(self.home, data[i]))
+
+    def find_prefix_ids(self, block_hashes, group_id=0, max_blocks=None):
+        """Ids of the longest cached prefix: the first inserted block of each hash up to the first miss.
+
+        Args:
+            block_hashes: sequence of digests (bytes), in token order.
+            max_blocks: at most so many; None: no limit.
+
+        Returns:
+            int32 array, shape [hits]. O(hits).
+        """
+        cdef BlockHome home = self.the_home()
+        cdef uint32_t group = parse_group(group_id)
+        cdef list hashes = block_hashes if type(block_hashes) is list else list(block_hashes)
+        cdef Py_ssize_t n = PyList_GET_SIZE(hashes), done = 0, i, size
+        cdef int64_t hits
+        cdef int32_t small[SMALL]
+        cdef kvp_key_t keys[KEYS]
+        if max_blocks is not None:
+            n = min(n, parse_count(max_blocks))
+        cdef int32_t *ids = ids_of_size(n, small)
+        try:
+            while done < n:
+                size = min(n - done, KEYS)
+                for i in range(size):
+                    parse_digest(<object>PyList_GET_ITEM(hashes, done + i), group, &keys[i])
+                kvpool_lock_acquire(&home.lock)
+                hits = kvp_pool_find_prefix(home.pool, keys, size, ids + done)
+                kvpool_lock_release(&home.lock)
+                done += hits
+                if hits < size:
+                    break
+            found = new_ids(done)
+            memcpy(data_of(found), ids, <size_t>done * sizeof(int32_t))
+        finally:
+            release_batch(ids, small)
+        return found
+
+    def cache_ids(self, block_hashes, ids, group_id=0):
+        """Makes block ``ids[i]`` reachable under ``block_hashes[i]``; the null block is passed over. O(len).
+
+        Raises:
+            BlockStateError: a block carries another hash, or is in the batch twice; nothing has changed. The same
+                hash again is no error.
+            KvpoolError: KV cache events are on: an event needs the tokens, use ``cache_full_blocks``.
+        """
+        self.the_home()
+        if self.enable_kv_cache_events:
+            raise KvpoolError("cache_ids knows no tokens, so it can't report a BlockStored event: use cache_full_blocks")
+        cdef uint32_t group = parse_group(group_id)
+        cdef list hashes = block_hashes if type(block_hashes) is list else list(block_hashes)
+        cdef IdBuffer buffer
+        cdef const int32_t *data
+        cdef Py_ssize_t i, n
+        if is_plain_ids(ids):
+            data, n = data_of(ids), size_of(ids)
+        else:
+            buffer = open_buffer(ids, False)
+            data, n = buffer.data, buffer.length
+        if n != PyList_GET_SIZE(hashes):
+            raise InvalidArgumentError(f"{len(hashes)} block hashes for {n} ids")
+        cdef kvp_key_t few[SMALL]
+        cdef kvp_key_t *keys = keys_of_size(n, few)
+        try:
+            for i in range(n):
+                if data[i] < 0:
+                    raise BlockStateError(f"cache_ids: block id {data[i]} (entry {i} of the batch) is not in "
+                                          f"0 .. {self.num_gpu_blocks - 1}")
+                parse_digest(<object>PyList_GET_ITEM(hashes, i), group, &keys[i])
+            self.cache_keys(keys, data, n, 0, 0, KVP_CACHE_IDEMPOTENT, "cache_ids")
+        finally:
+            release_batch(keys, few)

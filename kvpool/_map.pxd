@@ -1,0 +1,6 @@
+from libc.stdint cimport uint64_t
+
+from kvpool._block cimport BlockHome
+
+cdef const uint64_t *probing_secret() noexcept
+cdef object map_of_home(BlockHome home)  # the map view of a pool

@@ -1,0 +1,142 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: embedsignature=True, freethreading_compatible=True
+"""BlockHashToBlockMap: the prefix map, seen as vLLM shows it."""
+cimport cython
+from libc.stdint cimport int32_t, uint64_t
+from libc.string cimport memcpy
+
+from kvpool._block cimport (
+    BlockHome, KVCacheBlock, handle_of, kvpool_lock_acquire, kvpool_lock_release, kvpool_lock_t, parse_key,
+    raise_status,
+)
+from kvpool._kvp cimport (
+    KVP_NONE, KVP_SECRET_WORDS, kvp_fault_t, kvp_key_t, kvp_map_add, kvp_map_create, kvp_map_destroy,
+    kvp_map_discard, kvp_map_entry, kvp_map_find, kvp_map_find_block, kvp_map_t, kvp_pool_insert_key,
+    kvp_pool_remove_key, kvp_status_t,
+)
+
+import os
+
+from kvpool.errors import BlockStateError
+
+cdef uint64_t SECRET[KVP_SECRET_WORDS]
+
+
+cdef int draw_secret() except -1:
+    cdef bytes secret = os.urandom(sizeof(SECRET))
+    memcpy(SECRET, <char *>secret, sizeof(SECRET))
+    return 0
+
+
+draw_secret()
+
+
+cdef const uint64_t *probing_secret() noexcept:
+    """Mixed into every hash of this process's maps."""
+    return SECRET
+
+
+@cython.final
+cdef class BlockHashToBlockMap:
+    """From a key (digest + 4-byte big-endian group id) to the blocks that hold its tokens, in insertion order, as
+    vLLM's ``BlockHashToBlockMap``. Lookups, insertions and removals are O(1) in the number of keys.
+
+    ``pool.cached_block_hash_to_block`` is a view of the pool's map and changes the pool. ``BlockHashToBlockMap()``
+    stands alone and takes hand-made blocks.
+    """
+    cdef BlockHome home     # None: stand-alone
+    cdef kvp_map_t *map
+    cdef kvpool_lock_t lock
+    cdef dict blocks        # stand-alone: entry -> block
+
+    def __init__(self):
+        if self.map is not NULL:
+            raise BlockStateError("this map is initialised already")
+        raise_status(kvp_map_create(SECRET, &self.map), NULL, "BlockHashToBlockMap", None)
+        self.blocks = {}
+
+    def __dealloc__(self):
+        if self.home is None:
+            kvp_map_destroy(self.map)
+
+    cdef kvpool_lock_t *the_lock(self) except NULL:
+        if self.map is NULL:
+            raise BlockStateError("this map was never initialised")
+        return &self.lock if self.home is None else &self.home.lock
+
+    def get_one_block(self, key):
+        """The first inserted of the key's blocks, or None."""
+        cdef kvp_key_t parsed
+        cdef kvpool_lock_t *lock = self.the_lock()
+        parse_key(key, &parsed)
+        kvpool_lock_acquire(lock)
+        cdef int32_t entry = kvp_map_find(self.map, &parsed)
+        cdef int32_t block_id = kvp_map_entry(self.map, entry).block_id if entry != KVP_NONE else KVP_NONE
+        kvpool_lock_release(lock)
+        if entry == KVP_NONE:
+            return None
+        return self.blocks[entry] if self.home is None else handle_of(self.home, block_id)
+
+    def contain(self, key, int32_t block_id):
+        """Whether the key leads to this block."""
+        cdef kvp_key_t parsed
+        cdef kvpool_lock_t *lock = self.the_lock()
+        parse_key(key, &parsed)
+        kvpool_lock_acquire(lock)
+        cdef int32_t entry = kvp_map_find_block(self.map, &parsed, block_id)
+        kvpool_lock_release(lock)
+        return entry != KVP_NONE
+
+    def insert(self, key, block):
+        """Makes the block reachable under the key, after the blocks that are; no-op if it is one of them."""
+        cdef kvp_key_t parsed
+        cdef kvp_fault_t fault
+        cdef kvp_status_t status
+        cdef int32_t entry
+        cdef kvpool_lock_t *lock = self.the_lock()
+        parse_key(key, &parsed)
+        if type(block) is not KVCacheBlock:
+            raise TypeError(f"a map holds KVCacheBlock objects, not {type(block).__name__}: {block!r}")
+        cdef KVCacheBlock view = block
+        fault.index, fault.block_id = KVP_NONE, view.block_id
+        if self.home is not None:
+            if view.home is not self.home:
+                raise BlockStateError(f"insert: block {view.block_id} is not a block of this pool")
+            kvpool_lock_acquire(lock)
+            status = kvp_pool_insert_key(self.home.pool, &parsed, view.node)
+            kvpool_lock_release(lock)
+            raise_status(status, &fault, "insert", self.home)
+        elif kvp_map_find_block(self.map, &parsed, view.block_id) == KVP_NONE:
+            raise_status(kvp_map_add(self.map, &parsed, view.block_id, &entry), &fault, "insert", None)
+            self.blocks[entry] = block
+
+    def pop(self, key, int32_t block_id):
+        """Takes the (key, block) pair out and returns the block, or None (and no change) if there is no such pair."""
+        cdef kvp_key_t parsed
+        cdef int32_t entry
+        cdef kvpool_lock_t *lock = self.the_lock()
+        parse_key(key, &parsed)
+        if self.home is None:
+            entry = kvp_map_find_block(self.map, &parsed, block_id)
+            if entry == KVP_NONE:
+                return None
+            kvp_map_discard(self.map, entry)
+            return self.blocks.pop(entry)
+        kvpool_lock_acquire(lock)
+        cdef bint removed = kvp_pool_remove_key(self.home.pool, &parsed, block_id)
+        kvpool_lock_release(lock)
+        return handle_of(self.home, block_id) if removed else None
+
+    def __len__(self):
+        self.the_lock()
+        return self.map.num_keys
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a BlockHashToBlockMap is a view of native state: it can't be pickled or copied")
+
+
+cdef object map_of_home(BlockHome home):
+    cdef BlockHashToBlockMap view = BlockHashToBlockMap.__new__(BlockHashToBlockMap)
+    view.home = home
+    view.map = &home.pool.map
+    return view

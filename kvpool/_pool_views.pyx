@@ -1,0 +1,86 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: embedsignature=True, freethreading_compatible=True
+"""Read-only views of a pool's parts: its blocks by id, the further hashes of each block, its counters."""
+cimport cython
+from libc.stdint cimport int32_t
+
+from kvpool._block cimport BlockHome, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release
+from kvpool._kvp cimport KVP_NONE, kvp_map_entry, kvp_pool_next_secondary
+
+
+@cython.final
+@cython.no_gc
+cdef class BlockList:
+    """``pool.blocks``: all blocks by id, made on first use. Length, index, slice, iteration; read-only."""
+
+    def __len__(self):
+        return self.home.num_handles
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [handle_of(self.home, i) for i in range(*index.indices(self.home.num_handles))]
+        cdef Py_ssize_t i = index
+        if i < 0:
+            i += self.home.num_handles
+        if i < 0 or i >= self.home.num_handles:
+            raise IndexError(f"block id {index} is not in 0 .. {self.home.num_handles - 1}")
+        return handle_of(self.home, <int32_t>i)
+
+    def __iter__(self):
+        cdef int32_t i
+        for i in range(self.home.num_handles):
+            yield handle_of(self.home, i)
+
+
+@cython.final
+@cython.no_gc
+cdef class SecondaryHashes:
+    """``pool.cached_block_hashes_by_block``: block id -> frozenset of the keys beside its ``block_hash``; read-only."""
+    cdef frozenset keys_of(self, object block_id):
+        cdef set keys = set()
+        cdef int32_t entry = KVP_NONE
+        if isinstance(block_id, int) and 0 <= block_id < self.home.num_handles:
+            kvpool_lock_acquire(&self.home.lock)
+            while True:
+                entry = kvp_pool_next_secondary(self.home.pool, block_id, entry)
+                if entry == KVP_NONE:
+                    break
+                keys.add(key_bytes(kvp_map_entry(&self.home.pool.map, entry)))
+            kvpool_lock_release(&self.home.lock)
+        return frozenset(keys)
+
+    def get(self, block_id, default=None):
+        return self.keys_of(block_id) or default
+
+    def __getitem__(self, block_id):
+        keys = self.keys_of(block_id)
+        if not keys:
+            raise KeyError(block_id)
+        return keys
+
+    def __contains__(self, block_id):
+        return bool(self.keys_of(block_id))
+
+    def __iter__(self):
+        return (i for i in range(self.home.num_handles) if self.keys_of(i))
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+
+@cython.final
+@cython.no_gc
+cdef class PoolStats:
+    """Counters of one pool since its creation.
+
+    Attributes:
+        evictions: blocks that lost a hash because they were handed out again.
+        invalid_frees: entries of ``free_blocks`` that were skipped under ``on_invalid_free="warn"``.
+    """
+    @property
+    def evictions(self):
+        return self.home.pool.num_evicted
+
+    @property
+    def invalid_frees(self):
+        return self.home.invalid_frees
