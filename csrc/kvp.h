@@ -12,7 +12,7 @@
  *   detached    ref_cnt 0 but not in the free list: taken out by hand through kvp_pool_detach()
  *
  * Invariants, checked by kvp_pool_check() and named by number in every assert
- *   I1  the walk over next[] from the sentinel returns to it after exactly num_free nodes, and prev[] mirrors next[]
+ *   I1  the walk over next from the sentinel returns to it after exactly num_free nodes, and prev mirrors next
  *   I2  a block outside the free list has prev == next == KVP_POISON
  *   I3  queued(b)  =>  ref_cnt[b] == 0
  *   I4  num_free + #{ref_cnt > 0} + num_detached == num_blocks - 1
@@ -69,19 +69,25 @@ typedef struct {
     int32_t block_id;
 } kvp_fault_t;
 
-/* ---- free list: circular, doubly linked, over two arrays of capacity + 1; the sentinel is index capacity ---- */
+/* ---- free list: circular, doubly linked, over one array of link pairs; the sentinel is index capacity ---- */
 
 typedef struct {
-    int32_t *prev;
-    int32_t *next;
+    int32_t prev;
+    int32_t next;
+} kvp_link_t;
+
+typedef struct {
+    kvp_link_t *links; /* kvp_free_list_links(capacity) of them; they belong to the caller */
     int32_t capacity;
     int32_t num_free;
 } kvp_free_list_t;
 
-/* Links first .. capacity-1 in order; poisons the rest. The arrays belong to the caller. O(capacity). */
-void kvp_free_list_init(kvp_free_list_t *list, int32_t *prev, int32_t *next, int32_t capacity, int32_t first);
-/* Moves the list to larger arrays; nodes keep their index, new ones are unlinked. O(capacity). */
-void kvp_free_list_move(kvp_free_list_t *list, int32_t *prev, int32_t *next, int32_t capacity);
+/* Links that a list of this capacity needs: one a node, the sentinel, and the heads of two segments. */
+size_t kvp_free_list_links(int32_t capacity);
+/* Links first .. capacity-1 in order; poisons the rest. O(capacity). */
+void kvp_free_list_init(kvp_free_list_t *list, kvp_link_t *links, int32_t capacity, int32_t first);
+/* Moves the list to a larger array; nodes keep their index, new ones are unlinked. O(capacity). */
+void kvp_free_list_move(kvp_free_list_t *list, kvp_link_t *links, int32_t capacity);
 bool kvp_free_list_is_queued(const kvp_free_list_t *list, int32_t node);
 kvp_status_t kvp_free_list_pop_n(kvp_free_list_t *list, int32_t n, int32_t *out);
 kvp_status_t kvp_free_list_remove(kvp_free_list_t *list, int32_t node);
@@ -221,7 +227,7 @@ int64_t kvp_pool_find_prefix(const kvp_pool_t *pool, const kvp_key_t *keys, int6
  * KVP_TOKENS_UNKNOWN when step_tokens is 0. Null blocks and KVP_NONE are skipped. */
 kvp_status_t kvp_pool_cache(kvp_pool_t *pool, const kvp_key_t *keys, const int32_t *ids, int64_t n,
                             int32_t first_tokens, int32_t step_tokens, kvp_cache_mode_t mode, kvp_fault_t *fault);
-/* Makes one block reachable under one more key: its primary if it has none, else a secondary. No-op if it is. */
+/* Makes one block reachable under one more key: its primary if it has none, else a secondary. No-op if it has it. */
 kvp_status_t kvp_pool_insert_hash(kvp_pool_t *pool, const kvp_key_t *key, int32_t id, int32_t num_tokens);
 /* The same from the map's side: never becomes the primary, but an unreachable primary of that key is put back. */
 kvp_status_t kvp_pool_insert_key(kvp_pool_t *pool, const kvp_key_t *key, int32_t id);

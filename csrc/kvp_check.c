@@ -12,30 +12,31 @@
 
 kvp_status_t kvp_free_list_check(const kvp_free_list_t *list, char *reason, size_t size) {
     const int32_t sentinel = list->capacity;
-    int32_t before = sentinel, node = list->next[sentinel], count = 0;
+    const kvp_link_t *const links = list->links;
+    int32_t before = sentinel, node = links[sentinel].next, count = 0;
     while (node != sentinel) {
         if (node < 0 || node > sentinel) {
-            FAIL("I1: next[%d] is %d", before, node);
+            FAIL("I1: the node after %d is %d", before, node);
         }
-        if (list->prev[node] != before) {
-            FAIL("I1: prev[%d] is %d, not %d", node, list->prev[node], before);
+        if (links[node].prev != before) {
+            FAIL("I1: the node before %d is %d, not %d", node, links[node].prev, before);
         }
         if (++count > list->num_free) {
             FAIL("I1: the walk has more than num_free = %d nodes", list->num_free);
         }
         before = node;
-        node = list->next[node];
+        node = links[node].next;
     }
-    if (list->prev[sentinel] != before || count != list->num_free) {
+    if (links[sentinel].prev != before || count != list->num_free) {
         FAIL("I1: the walk has %d nodes, num_free is %d, tail is %d, not %d", count, list->num_free,
-             list->prev[sentinel], before);
+             links[sentinel].prev, before);
     }
     int32_t linked = 0;
     for (int32_t i = 0; i < sentinel; i++) {
-        if ((list->prev[i] == KVP_POISON) != (list->next[i] == KVP_POISON)) {
+        if ((links[i].prev == KVP_POISON) != (links[i].next == KVP_POISON)) {
             FAIL("I2: block %d is linked on one side only", i);
         }
-        linked += list->next[i] != KVP_POISON;
+        linked += links[i].next != KVP_POISON;
     }
     if (linked != count) {
         FAIL("I2: %d blocks carry links, %d are in the list", linked, count);

@@ -49,23 +49,24 @@ static inline kvp_status_t kvpi_fault(kvp_fault_t *fault, int64_t index, int32_t
 
 /* kvp_free_list.c */
 
-/* Nodes linked to each other but to no list yet, so that a batch that fails can be taken back. */
+/* Nodes strung together beside the list, so that a batch that fails can be taken back. The string hangs on a link of
+ * its own behind the sentinel: pushing has no special case for the first node. */
 typedef struct {
-    int32_t first;
+    int32_t head; /* index of that link */
     int32_t last;
     int32_t length;
 } kvpi_segment_t;
 
+enum { KVPI_FIRST_SEGMENT = 1, KVPI_SECOND_SEGMENT = 2 };
+
+static inline kvpi_segment_t kvpi_segment(const kvp_free_list_t *list, int32_t which) {
+    return (kvpi_segment_t){list->capacity + which, list->capacity + which, 0};
+}
+
 static inline void kvpi_segment_push(kvp_free_list_t *list, kvpi_segment_t *segment, int32_t node) {
-    if (segment->length == 0) {
-        segment->first = node;
-        list->prev[node] = list->capacity;
-    } else {
-        list->next[segment->last] = node;
-        list->prev[node] = segment->last;
-    }
+    list->links[segment->last].next = node;
     /* Not poison, so that the node already counts as queued: the same node again in the batch is noticed. */
-    list->next[node] = list->capacity;
+    list->links[node] = (kvp_link_t){segment->last, list->capacity};
     segment->last = node;
     segment->length++;
 }
@@ -75,11 +76,11 @@ void kvpi_segment_link_head(kvp_free_list_t *list, const kvpi_segment_t *segment
 void kvpi_segment_drop(kvp_free_list_t *list, const kvpi_segment_t *segment);
 
 static inline void kvpi_free_list_unlink(kvp_free_list_t *list, int32_t node) {
-    int32_t before = list->prev[node], after = list->next[node];
-    kvp_assert(I1, list->next[before] == node && list->prev[after] == node);
-    list->next[before] = after;
-    list->prev[after] = before;
-    list->prev[node] = list->next[node] = KVP_POISON;
+    const kvp_link_t link = list->links[node];
+    kvp_assert(I1, list->links[link.prev].next == node && list->links[link.next].prev == node);
+    list->links[link.prev].next = link.next;
+    list->links[link.next].prev = link.prev;
+    list->links[node] = (kvp_link_t){KVP_POISON, KVP_POISON};
     list->num_free--;
 }
 

@@ -49,10 +49,10 @@ kvp_status_t kvp_pool_create(int32_t num_blocks, bool enable_caching, bool uncac
     if (num_blocks < 1 || num_blocks == INT32_MAX) {
         return KVP_ERR_BLOCK_ID;
     }
-    const size_t n = (size_t)num_blocks, links = (n + 1) * sizeof(int32_t), slots = kvpi_map_slots_for(num_blocks);
+    const size_t n = (size_t)num_blocks, slots = kvpi_map_slots_for(num_blocks);
     size_t bytes = 0;
-    const size_t at_pool = take(&bytes, sizeof(kvp_pool_t)), at_prev = take(&bytes, links), at_next = take(&bytes, links),
-                 at_ref_cnt = take(&bytes, n * sizeof(int32_t)), at_has_hash = take(&bytes, n),
+    const size_t at_pool = take(&bytes, sizeof(kvp_pool_t)),
+                 at_links = take(&bytes, kvp_free_list_links(num_blocks) * sizeof(kvp_link_t)), at_ref_cnt = take(&bytes, n * sizeof(int32_t)), at_has_hash = take(&bytes, n),
                  at_slots = take(&bytes, slots * sizeof(kvp_slot_t)),
                  at_primary = take(&bytes, n * sizeof(kvp_entry_t));
     bytes += CACHE_LINE;
@@ -75,8 +75,7 @@ kvp_status_t kvp_pool_create(int32_t num_blocks, bool enable_caching, bool uncac
     pool->num_blocks = num_blocks;
     pool->enable_caching = enable_caching;
     pool->uncached_first = uncached_first;
-    kvp_free_list_init(&pool->free_list, (int32_t *)(void *)(base + at_prev), (int32_t *)(void *)(base + at_next),
-                       num_blocks, KVP_NULL_BLOCK + 1);
+    kvp_free_list_init(&pool->free_list, (kvp_link_t *)(void *)(base + at_links), num_blocks, KVP_NULL_BLOCK + 1);
     *out = pool;
     return KVP_OK;
 }
@@ -97,28 +96,41 @@ static inline bool is_block_id(const kvp_pool_t *pool, int32_t id) { return (uin
 
 /* ---- allocate, free, touch ---- */
 
-kvp_status_t kvp_pool_take(kvp_pool_t *pool, int32_t n, int32_t *out) {
-    const kvp_status_t status = kvp_free_list_pop_n(&pool->free_list, n, out);
-    if (status == KVP_OK) {
-        for (int32_t i = 0; i < n; i++) {
-            kvp_assert(I3, pool->ref_cnt[out[i]] == 0);
-            pool->ref_cnt[out[i]] = 1;
-        }
+/* Takes n blocks from the head; returns how many of them carry a hash, or KVP_NONE (and no change) if n are not free.
+ * One walk for links and counts: a batch is short, but its blocks may lie anywhere. */
+static int32_t take_from_head(kvp_pool_t *pool, int32_t n, int32_t *out) {
+    kvp_free_list_t *const list = &pool->free_list;
+    if (n > list->num_free) {
+        return KVP_NONE;
     }
-    return status;
+    kvp_link_t *const links = list->links;
+    int32_t *const ref_cnt = pool->ref_cnt;
+    const uint8_t *const has_hash = pool->map.has_hash;
+    int32_t node = links[list->capacity].next, num_hashed = 0;
+    for (int32_t i = 0; i < n; i++) {
+        kvp_assert(I3, ref_cnt[node] == 0);
+        const int32_t after = links[node].next;
+        links[node] = (kvp_link_t){KVP_POISON, KVP_POISON};
+        ref_cnt[node] = 1;
+        num_hashed += has_hash[node] != 0;
+        out[i] = node;
+        node = after;
+    }
+    links[list->capacity].next = node;
+    links[node].prev = list->capacity;
+    list->num_free -= n;
+    return num_hashed;
+}
+
+kvp_status_t kvp_pool_take(kvp_pool_t *pool, int32_t n, int32_t *out) {
+    return take_from_head(pool, n, out) == KVP_NONE ? KVP_ERR_NO_FREE_BLOCKS : KVP_OK;
 }
 
 kvp_status_t kvp_pool_allocate(kvp_pool_t *pool, int32_t n, int32_t *out) {
-    const kvp_status_t status = kvp_free_list_pop_n(&pool->free_list, n, out);
-    if (status != KVP_OK) {
-        return status;
-    }
     const uint8_t *const has_hash = pool->map.has_hash;
-    int32_t num_hashed = 0;
-    for (int32_t i = 0; i < n; i++) {
-        kvp_assert(I3, pool->ref_cnt[out[i]] == 0);
-        pool->ref_cnt[out[i]] = 1;
-        num_hashed += has_hash[out[i]] != 0;
+    const int32_t num_hashed = take_from_head(pool, n, out);
+    if (num_hashed == KVP_NONE) {
+        return KVP_ERR_NO_FREE_BLOCKS;
     }
     if (num_hashed == 0 || !pool->enable_caching) {
         return KVP_OK;
@@ -146,6 +158,8 @@ static kvp_status_t release(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp
     const uint8_t *const has_hash = pool->map.has_hash;
     const bool head_if_uncached = where == KVP_PLACE_BY_HASH && pool->uncached_first;
     const uint8_t cached = pool->enable_caching ? KVP_HAS_PRIMARY : 0;
+    /* Copies, which the compiler can keep in registers. */
+    kvpi_segment_t first = *head, last = *tail;
     kvp_status_t status = KVP_OK;
     int64_t i = 0;
     for (; i < n; i++) {
@@ -162,10 +176,15 @@ static kvp_status_t release(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp
             break;
         }
         if (--ref_cnt[id] == 0) {
-            const bool to_head = head_if_uncached ? (has_hash[id] & cached) == 0 : where == KVP_PLACE_HEAD;
-            kvpi_segment_push(list, to_head ? head : tail, id);
+            if (head_if_uncached ? (has_hash[id] & cached) == 0 : where == KVP_PLACE_HEAD) {
+                kvpi_segment_push(list, &first, id);
+            } else {
+                kvpi_segment_push(list, &last, id);
+            }
         }
     }
+    *head = first;
+    *tail = last;
     if (kvp_likely(status == KVP_OK)) {
         return KVP_OK;
     }
@@ -181,7 +200,8 @@ static kvp_status_t release(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp
 }
 
 kvp_status_t kvp_pool_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where, kvp_fault_t *fault) {
-    kvpi_segment_t head = {0}, tail = {0};
+    kvpi_segment_t head = kvpi_segment(&pool->free_list, KVPI_FIRST_SEGMENT),
+                   tail = kvpi_segment(&pool->free_list, KVPI_SECOND_SEGMENT);
     const kvp_status_t status = release(pool, ids, n, where, &head, &tail, fault);
     if (status == KVP_OK) {
         kvpi_segment_link_head(&pool->free_list, &head);
@@ -191,7 +211,8 @@ kvp_status_t kvp_pool_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_
 }
 
 kvp_status_t kvp_pool_can_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_fault_t *fault) {
-    kvpi_segment_t head = {0}, tail = {0};
+    kvpi_segment_t head = kvpi_segment(&pool->free_list, KVPI_FIRST_SEGMENT),
+                   tail = kvpi_segment(&pool->free_list, KVPI_SECOND_SEGMENT);
     const kvp_status_t status = release(pool, ids, n, KVP_PLACE_TAIL, &head, &tail, fault);
     if (status == KVP_OK) {
         for (int64_t i = 0; i < n; i++) {
@@ -216,6 +237,7 @@ kvp_status_t kvp_pool_touch(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp
         if (kvp_unlikely(ref_cnt[ids[i]] > limit)) {
             return kvpi_fault(fault, i, ids[i], KVP_ERR_REF_OVERFLOW);
         }
+        kvp_prefetch(&list->links[ids[i]]);
     }
     if (kvp_unlikely(pool->num_detached > 0)) {
         for (int64_t i = 0; i < n; i++) {

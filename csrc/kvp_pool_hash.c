@@ -153,25 +153,29 @@ kvp_status_t kvp_pool_set_hash(kvp_pool_t *pool, const kvp_key_t *key, int32_t i
     return KVP_OK;
 }
 
-/* Common half of the two insertions: nothing to do, an unreachable primary to put back, or a new entry to make. */
-static kvp_status_t insert(kvp_pool_t *pool, const kvp_key_t *key, int32_t id, int32_t num_tokens, bool as_primary) {
+/* Common half of the two insertions. A primary that was taken out of the map by hand is put back from the map's side
+ * only: from the block's side it has that hash already, and vLLM leaves it at that. */
+static kvp_status_t insert(kvp_pool_t *pool, const kvp_key_t *key, int32_t id, int32_t num_tokens, bool from_block) {
     kvp_map_t *const map = &pool->map;
     kvp_status_t status = check_key(pool, key, id);
     if (status != KVP_OK || kvp_map_find_block(map, key, id) != KVP_NONE) {
         return status;
     }
     const bool has_primary = (map->has_hash[id] & KVP_HAS_PRIMARY) != 0;
-    const bool put_back = has_primary && kvpi_key_equals(&map->primary[id], key);
-    const bool is_primary = put_back || (as_primary && !has_primary);
-    status = kvp_map_reserve(map, 1, is_primary ? 0 : 1);
+    const bool is_its_primary = has_primary && kvpi_key_equals(&map->primary[id], key);
+    if (is_its_primary && from_block) {
+        return KVP_OK;
+    }
+    const bool to_primary = is_its_primary || (from_block && !has_primary);
+    status = kvp_map_reserve(map, 1, to_primary ? 0 : 1);
     if (status != KVP_OK) {
         return status;
     }
-    if (!is_primary) {
+    if (!to_primary) {
         add_secondary(map, key, id, num_tokens);
         return KVP_OK;
     }
-    if (!put_back) {
+    if (!is_its_primary) {
         set_primary(map, key, id, num_tokens);
     }
     kvpi_map_link(map, id);

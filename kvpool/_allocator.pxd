@@ -2,12 +2,13 @@ from cpython.dict cimport PyDict_Size
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool._block cimport BlockHome
+from kvpool._block cimport BlockHome, HandleTable
 from kvpool._kvp cimport kvp_placement_t
 
 
 cdef class BlockAllocator:
     cdef BlockHome home
+    cdef HandleTable table
     cdef readonly int64_t num_gpu_blocks
     cdef public bint enable_caching
     cdef public object hash_block_size

@@ -8,7 +8,8 @@ from libc.stdint cimport INT32_MAX, int32_t
 
 from kvpool._batch cimport SMALL, ids_of_size, parse_count, release_batch
 from kvpool._block cimport (
-    BlockHome, KVCacheBlock as _KVCacheBlock, borrowed_handle, close_handles, handle_of, kvpool_lock_acquire, kvpool_lock_release,
+    BlockHome, HandleTable, KVCacheBlock as _KVCacheBlock, borrowed_handle, handle_of, kvpool_lock_acquire,
+    kvpool_lock_release,
     node_in, open_handles, raise_status,
 )
 from kvpool._kvp cimport (
@@ -17,13 +18,13 @@ from kvpool._kvp cimport (
     kvp_pool_nbytes, kvp_pool_num_evictable, kvp_pool_take, kvp_pool_touch, kvp_status_t,
 )
 from kvpool._map cimport map_of_home, probing_secret
-from kvpool._pool_views cimport BlockList, PoolStats, SecondaryHashes
 from kvpool._queue cimport queue_of_home
 
 import logging
 import weakref
 
 from kvpool._block import KVCacheBlock
+from kvpool._pool_views import BlockList, PoolStats, SecondaryHashes
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, NoFreeBlocksError
 
 logger = logging.getLogger("kvpool")
@@ -67,6 +68,7 @@ cdef class BlockAllocator:
         open_handles(home, num_gpu_blocks)
         home.owner = weakref.ref(self)
         self.home = home
+        self.table = HandleTable(home)
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
@@ -76,20 +78,12 @@ cdef class BlockAllocator:
         self.uncached_first = uncached_first
         self.on_invalid_free = on_invalid_free
         self._reuse_watchers = {}
-        cdef BlockList blocks = BlockList.__new__(BlockList)
-        cdef SecondaryHashes secondary = SecondaryHashes.__new__(SecondaryHashes)
-        cdef PoolStats stats = PoolStats.__new__(PoolStats)
-        blocks.home = secondary.home = stats.home = home
-        self.blocks = blocks
-        self.cached_block_hashes_by_block = secondary
-        self.stats = stats
+        self.blocks = BlockList(home)
+        self.cached_block_hashes_by_block = SecondaryHashes(home)
+        self.stats = PoolStats(home)
         self.null_block = handle_of(home, KVP_NULL_BLOCK)
         self.free_block_queue = queue_of_home(home)
         self.cached_block_hash_to_block = map_of_home(home)
-
-    def __dealloc__(self):
-        if self.home is not None:
-            close_handles(self.home)
 
     cdef BlockHome the_home(self):
         if self.home is None:
@@ -233,6 +227,7 @@ cdef class BlockAllocator:
         return 0
 
     cdef int free_checked(self, list blocks, str call, bint check_only, kvp_placement_t where) except -1:
+        self.the_home()
         cdef int32_t small[SMALL]
         cdef int32_t *ids = ids_of_size(len(blocks), small)
         cdef kvp_fault_t fault

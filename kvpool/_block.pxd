@@ -31,6 +31,11 @@ cdef class BlockHome:
     cdef readonly int64_t invalid_frees
     cdef bint head_severed
     cdef bint tail_severed
+    cdef list vacant
+
+
+cdef class HandleTable:
+    cdef BlockHome home
 
 
 cdef class HandMade:

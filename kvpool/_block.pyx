@@ -40,9 +40,19 @@ cdef class BlockHome:
     def __dealloc__(self):
         close_handles(self)
         kvp_pool_destroy(self.pool)
-        if self.own_links.prev is not NULL:
-            PyMem_Free(self.own_links.prev)
-            PyMem_Free(self.own_links.next)
+        PyMem_Free(self.own_links.links)
+
+
+@cython.final
+@cython.no_gc
+cdef class HandleTable:
+    """Held by a pool or a queue alone, so that the views go with it, also when the garbage collector takes it apart."""
+
+    def __cinit__(self, BlockHome home not None):
+        self.home = home
+
+    def __dealloc__(self):
+        close_handles(self.home)
 
 
 cdef int open_handles(BlockHome home, int32_t capacity) except -1:
@@ -237,6 +247,8 @@ cdef class KVCacheBlock:
         if self.home is not None or self.hand_made is not None:
             raise BlockStateError(f"block {self.block_id} is initialised already")
         cdef HandMade state = HandMade.__new__(HandMade)
+        if isinstance(ref_cnt, bool):
+            raise TypeError(f"ref_cnt is an int, not bool: {ref_cnt}")
         if ref_cnt < 0:
             raise InvalidArgumentError(f"ref_cnt {ref_cnt} is negative")
         state.ref_cnt = ref_cnt
@@ -254,6 +266,8 @@ cdef class KVCacheBlock:
     def ref_cnt(self, value):
         cdef kvp_status_t status
         cdef kvp_fault_t fault
+        if isinstance(value, bool):
+            raise TypeError(f"ref_cnt is an int, not bool: {value}")
         cdef long long count = PyLong_AsLongLong(value)
         if count < 0 or count > INT32_MAX:
             raise BlockStateError(f"ref_cnt {value} of block {self.block_id} is not in 0 .. 2**31 - 1")
@@ -312,6 +326,12 @@ cdef class KVCacheBlock:
         if in_pool(self):
             return self.node == KVP_NULL_BLOCK
         return False if is_fake(self) else hand_made_state(self).is_null
+
+    @is_null.setter
+    def is_null(self, value):
+        if in_pool(self) or is_fake(self):
+            raise BlockStateError(f"block {self.block_id}: its pool says which block is null")
+        hand_made_state(self).is_null = value
 
     @property
     def pool(self):

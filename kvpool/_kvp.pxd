@@ -30,14 +30,17 @@ cdef extern from "kvp.h" nogil:
         int64_t index
         int32_t block_id
 
+    ctypedef struct kvp_link_t:
+        pass
+
     ctypedef struct kvp_free_list_t:
-        int32_t *prev
-        int32_t *next
+        kvp_link_t *links
         int32_t capacity
         int32_t num_free
 
-    void kvp_free_list_init(kvp_free_list_t *list, int32_t *prev, int32_t *next, int32_t capacity, int32_t first)
-    void kvp_free_list_move(kvp_free_list_t *list, int32_t *prev, int32_t *next, int32_t capacity)
+    size_t kvp_free_list_links(int32_t capacity)
+    void kvp_free_list_init(kvp_free_list_t *list, kvp_link_t *links, int32_t capacity, int32_t first)
+    void kvp_free_list_move(kvp_free_list_t *list, kvp_link_t *links, int32_t capacity)
     bint kvp_free_list_is_queued(const kvp_free_list_t *list, int32_t node)
     kvp_status_t kvp_free_list_pop_n(kvp_free_list_t *list, int32_t n, int32_t *out)
     kvp_status_t kvp_free_list_remove(kvp_free_list_t *list, int32_t node)

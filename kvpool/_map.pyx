@@ -2,7 +2,7 @@
 # cython: embedsignature=True, freethreading_compatible=True
 """BlockHashToBlockMap: the prefix map, seen as vLLM shows it."""
 cimport cython
-from libc.stdint cimport int32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvpool._block cimport (
@@ -36,6 +36,11 @@ cdef const uint64_t *probing_secret() noexcept:
     return SECRET
 
 
+cdef int32_t parse_wanted_id(object block_id) noexcept:
+    """An id to look for; one that no block can have is found nowhere."""
+    return <int32_t>block_id if isinstance(block_id, int) and -1 <= block_id <= INT32_MAX else INT32_MIN
+
+
 @cython.final
 cdef class BlockHashToBlockMap:
     """From a key (digest + 4-byte big-endian group id) to the blocks that hold its tokens, in insertion order, as
@@ -46,6 +51,7 @@ cdef class BlockHashToBlockMap:
     """
     cdef BlockHome home     # None: stand-alone
     cdef kvp_map_t *map
+    cdef bint owns_map
     cdef kvpool_lock_t lock
     cdef dict blocks        # stand-alone: entry -> block
 
@@ -53,16 +59,17 @@ cdef class BlockHashToBlockMap:
         if self.map is not NULL:
             raise BlockStateError("this map is initialised already")
         raise_status(kvp_map_create(SECRET, &self.map), NULL, "BlockHashToBlockMap", None)
+        self.owns_map = True
         self.blocks = {}
 
     def __dealloc__(self):
-        if self.home is None:
+        if self.owns_map:
             kvp_map_destroy(self.map)
 
     cdef kvpool_lock_t *the_lock(self) except NULL:
         if self.map is NULL:
             raise BlockStateError("this map was never initialised")
-        return &self.lock if self.home is None else &self.home.lock
+        return &self.lock if self.owns_map else &self.home.lock
 
     def get_one_block(self, key):
         """The first inserted of the key's blocks, or None."""
@@ -75,15 +82,16 @@ cdef class BlockHashToBlockMap:
         kvpool_lock_release(lock)
         if entry == KVP_NONE:
             return None
-        return self.blocks[entry] if self.home is None else handle_of(self.home, block_id)
+        return self.blocks[entry] if self.owns_map else handle_of(self.home, block_id)
 
-    def contain(self, key, int32_t block_id):
+    def contain(self, key, block_id):
         """Whether the key leads to this block."""
         cdef kvp_key_t parsed
         cdef kvpool_lock_t *lock = self.the_lock()
+        cdef int32_t wanted = parse_wanted_id(block_id)
         parse_key(key, &parsed)
         kvpool_lock_acquire(lock)
-        cdef int32_t entry = kvp_map_find_block(self.map, &parsed, block_id)
+        cdef int32_t entry = kvp_map_find_block(self.map, &parsed, wanted)
         kvpool_lock_release(lock)
         return entry != KVP_NONE
 
@@ -99,33 +107,36 @@ cdef class BlockHashToBlockMap:
             raise TypeError(f"a map holds KVCacheBlock objects, not {type(block).__name__}: {block!r}")
         cdef KVCacheBlock view = block
         fault.index, fault.block_id = KVP_NONE, view.block_id
-        if self.home is not None:
+        if not self.owns_map:
             if view.home is not self.home:
                 raise BlockStateError(f"insert: block {view.block_id} is not a block of this pool")
             kvpool_lock_acquire(lock)
             status = kvp_pool_insert_key(self.home.pool, &parsed, view.node)
             kvpool_lock_release(lock)
             raise_status(status, &fault, "insert", self.home)
-        elif kvp_map_find_block(self.map, &parsed, view.block_id) == KVP_NONE:
+            return
+        entry = kvp_map_find_block(self.map, &parsed, view.block_id)
+        if entry == KVP_NONE:
             raise_status(kvp_map_add(self.map, &parsed, view.block_id, &entry), &fault, "insert", None)
-            self.blocks[entry] = block
+        self.blocks[entry] = block
 
-    def pop(self, key, int32_t block_id):
+    def pop(self, key, block_id):
         """Takes the (key, block) pair out and returns the block, or None (and no change) if there is no such pair."""
         cdef kvp_key_t parsed
         cdef int32_t entry
         cdef kvpool_lock_t *lock = self.the_lock()
+        cdef int32_t wanted = parse_wanted_id(block_id)
         parse_key(key, &parsed)
-        if self.home is None:
-            entry = kvp_map_find_block(self.map, &parsed, block_id)
+        if self.owns_map:
+            entry = kvp_map_find_block(self.map, &parsed, wanted)
             if entry == KVP_NONE:
                 return None
             kvp_map_discard(self.map, entry)
             return self.blocks.pop(entry)
         kvpool_lock_acquire(lock)
-        cdef bint removed = kvp_pool_remove_key(self.home.pool, &parsed, block_id)
+        cdef bint removed = kvp_pool_remove_key(self.home.pool, &parsed, wanted)
         kvpool_lock_release(lock)
-        return handle_of(self.home, block_id) if removed else None
+        return handle_of(self.home, wanted) if removed else None
 
     def __len__(self):
         self.the_lock()

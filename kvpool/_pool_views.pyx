@@ -7,10 +7,22 @@ from libc.stdint cimport int32_t
 from kvpool._block cimport BlockHome, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release
 from kvpool._kvp cimport KVP_NONE, kvp_map_entry, kvp_pool_next_secondary
 
+from collections.abc import Mapping
+
+
+@cython.no_gc
+cdef class PoolView:
+    """Of one home, which only a pool can give."""
+
+    def __cinit__(self, BlockHome home not None):
+        if home.pool is NULL:
+            raise TypeError("only a pool has such views")
+        self.home = home
+
 
 @cython.final
 @cython.no_gc
-cdef class BlockList:
+cdef class BlockList(PoolView):
     """``pool.blocks``: all blocks by id, made on first use. Length, index, slice, iteration; read-only."""
 
     def __len__(self):
@@ -34,9 +46,10 @@ cdef class BlockList:
 
 @cython.final
 @cython.no_gc
-cdef class SecondaryHashes:
-    """``pool.cached_block_hashes_by_block``: block id -> frozenset of the keys beside its ``block_hash``; read-only."""
-    cdef frozenset keys_of(self, object block_id):
+cdef class SecondaryKeys(PoolView):
+    """The native half of ``SecondaryHashes``."""
+
+    def keys_of(self, block_id):
         cdef set keys = set()
         cdef int32_t entry = KVP_NONE
         if isinstance(block_id, int) and 0 <= block_id < self.home.num_handles:
@@ -49,28 +62,39 @@ cdef class SecondaryHashes:
             kvpool_lock_release(&self.home.lock)
         return frozenset(keys)
 
-    def get(self, block_id, default=None):
-        return self.keys_of(block_id) or default
+    def block_ids(self):
+        return [
+            i for i in range(self.home.num_handles) if kvp_pool_next_secondary(self.home.pool, i, KVP_NONE) != KVP_NONE
+        ]
+
+
+class SecondaryHashes(Mapping):
+    """``pool.cached_block_hashes_by_block``: block id -> frozenset of the keys beside its ``block_hash``; read-only.
+
+    A lookup is O(keys of the block), iteration O(num_blocks).
+    """
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, home):
+        self._keys = SecondaryKeys(home)
 
     def __getitem__(self, block_id):
-        keys = self.keys_of(block_id)
+        keys = self._keys.keys_of(block_id)
         if not keys:
             raise KeyError(block_id)
         return keys
 
-    def __contains__(self, block_id):
-        return bool(self.keys_of(block_id))
-
     def __iter__(self):
-        return (i for i in range(self.home.num_handles) if self.keys_of(i))
+        return iter(self._keys.block_ids())
 
     def __len__(self):
-        return sum(1 for _ in self)
+        return len(self._keys.block_ids())
 
 
 @cython.final
 @cython.no_gc
-cdef class PoolStats:
+cdef class PoolStats(PoolView):
     """Counters of one pool since its creation.
 
     Attributes:

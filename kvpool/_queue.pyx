@@ -8,30 +8,29 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memset
 
+from kvpool._batch cimport parse_count
 from kvpool._block cimport (
-    FAKE_HEAD, FAKE_TAIL, BlockHome, KVCacheBlock, close_handles, fake_end, handle_of, kvpool_lock_acquire,
+    FAKE_HEAD, FAKE_TAIL, BlockHome, HandleTable, KVCacheBlock, fake_end, handle_of, kvpool_lock_acquire,
     kvpool_lock_release, open_handles, raise_status,
 )
 from kvpool._kvp cimport (
     KVP_ERR_NOT_QUEUED, KVP_NONE, KVP_OK, KVP_PLACE_HEAD, KVP_PLACE_TAIL, kvp_fault_t, kvp_free_list_after,
-    kvp_free_list_append_n, kvp_free_list_init, kvp_free_list_is_queued, kvp_free_list_move, kvp_free_list_pop_n,
-    kvp_free_list_prepend_n, kvp_free_list_remove, kvp_placement_t, kvp_pool_attach, kvp_pool_detach,
+    kvp_free_list_append_n, kvp_free_list_init, kvp_free_list_is_queued, kvp_free_list_links, kvp_free_list_move,
+    kvp_free_list_pop_n, kvp_free_list_prepend_n, kvp_free_list_remove, kvp_link_t, kvp_placement_t, kvp_pool_attach, kvp_pool_detach,
     kvp_pool_pop_detached, kvp_status_t,
 )
 
-from kvpool.errors import BlockStateError, InvalidArgumentError, NoFreeBlocksError
+from kvpool.errors import BlockStateError, NoFreeBlocksError
 
 
 cdef int give_room(BlockHome home, int32_t capacity) except -1:
-    """New, larger link arrays and view table for a stand-alone queue."""
-    cdef int32_t *prev = <int32_t *>PyMem_Malloc((<size_t>capacity + 1) * sizeof(int32_t))
-    cdef int32_t *next = <int32_t *>PyMem_Malloc((<size_t>capacity + 1) * sizeof(int32_t))
+    """A new, larger link array and view table for a stand-alone queue."""
+    cdef kvp_link_t *links = <kvp_link_t *>PyMem_Malloc(kvp_free_list_links(capacity) * sizeof(kvp_link_t))
+    cdef kvp_link_t *old_links = home.own_links.links
     cdef PyObject **handles = NULL
-    cdef int32_t *old_prev = home.own_links.prev
-    cdef int32_t *old_next = home.own_links.next
     cdef PyObject *head = NULL
     cdef PyObject *tail = NULL
-    if prev is not NULL and next is not NULL:
+    if links is not NULL:
         if home.handles is NULL:
             open_handles(home, capacity)
             handles = home.handles
@@ -39,19 +38,27 @@ cdef int give_room(BlockHome home, int32_t capacity) except -1:
             head, tail = home.handles[home.num_handles], home.handles[home.num_handles + 1]
             handles = <PyObject **>PyMem_Realloc(home.handles, (<size_t>capacity + 2) * sizeof(PyObject *))
     if handles is NULL:
-        PyMem_Free(prev)
-        PyMem_Free(next)
+        PyMem_Free(links)
         raise MemoryError(f"no memory for a queue of {capacity} blocks")
-    if old_prev is NULL:
-        kvp_free_list_init(&home.own_links, prev, next, capacity, capacity)
+    if old_links is NULL:
+        kvp_free_list_init(&home.own_links, links, capacity, capacity)
     else:
         memset(handles + home.num_handles, 0, (<size_t>(capacity - home.num_handles) + 2) * sizeof(PyObject *))
         handles[capacity], handles[capacity + 1] = head, tail
-        kvp_free_list_move(&home.own_links, prev, next, capacity)
-        PyMem_Free(old_prev)
-        PyMem_Free(old_next)
+        kvp_free_list_move(&home.own_links, links, capacity)
+        PyMem_Free(old_links)
     home.handles = handles
     home.num_handles = capacity
+    return 0
+
+
+cdef int leave_home(KVCacheBlock block) except -1:
+    """The place that a block had in a queue it is no longer in is for the next one that comes there."""
+    cdef BlockHome home = block.home
+    if home is not None and home.handles is not NULL:
+        home.handles[block.node] = NULL
+        home.vacant.append(block.node)
+        Py_DECREF(block)
     return 0
 
 
@@ -69,6 +76,7 @@ cdef class FreeKVCacheBlockQueue:
         blocks: hand-made blocks, in order of reuse, each once and in no other queue.
     """
     cdef BlockHome home
+    cdef HandleTable table
     cdef int32_t num_adopted
     cdef bint stand_alone
     cdef object __weakref__
@@ -79,12 +87,10 @@ cdef class FreeKVCacheBlockQueue:
         self.home = BlockHome.__new__(BlockHome)
         self.home.links = &self.home.own_links
         self.stand_alone = True
+        self.home.vacant = []
         give_room(self.home, 8)
+        self.table = HandleTable(self.home)
         self.append_n(blocks)
-
-    def __dealloc__(self):
-        if self.stand_alone and self.home is not None:
-            close_handles(self.home)
 
     # ---- which node is this block? ----
 
@@ -103,16 +109,22 @@ cdef class FreeKVCacheBlockQueue:
         if block.home is not None and block.home.handles is not NULL:
             if kvp_free_list_is_queued(block.home.links, block.node):
                 raise BlockStateError(f"block {block.block_id} is in another queue")
-        if self.num_adopted == home.num_handles:
-            if home.num_handles > INT32_MAX // 2:
-                raise MemoryError("a queue holds at most 2**31 - 1 blocks")
-            give_room(home, 2 * home.num_handles)
+        cdef int32_t node
+        if home.vacant:
+            node = home.vacant.pop()
+        else:
+            if self.num_adopted == home.num_handles:
+                if home.num_handles > INT32_MAX // 2:
+                    raise MemoryError("a queue holds at most 2**31 - 1 blocks")
+                give_room(home, 2 * home.num_handles)
+            node = self.num_adopted
+            self.num_adopted += 1
+        leave_home(block)
         Py_INCREF(block)
-        home.handles[self.num_adopted] = <PyObject *>block
+        home.handles[node] = <PyObject *>block
         block.home = home
-        block.node = self.num_adopted
-        self.num_adopted += 1
-        return block.node
+        block.node = node
+        return node
 
     cdef int32_t node_of(self, object item) except -1:
         if type(item) is not KVCacheBlock:
@@ -125,6 +137,9 @@ cdef class FreeKVCacheBlockQueue:
         if block.home is not self.home:
             raise BlockStateError(f"block {block.block_id} is not a block of this pool")
         return block.node
+
+    cdef bint may_hold(self, KVCacheBlock block):
+        return block.home is self.home or (block.home is None and self.stand_alone)
 
     cdef list pop(self, int32_t n):
         cdef BlockHome home = self.home
@@ -206,19 +221,18 @@ cdef class FreeKVCacheBlockQueue:
     def popleft_n(self, n):
         """Takes the first n blocks. Raises NoFreeBlocksError (an AssertionError too) when there are fewer."""
         self.check_open()
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(f"n must be an int, not {type(n).__name__}: {n!r}")
-        if n < 0:
-            raise InvalidArgumentError(f"n = {n} is negative")
-        if n > self.home.links.num_free:
+        cdef int32_t count = parse_count(n)
+        if count > self.home.links.num_free:
             raise NoFreeBlocksError(f"popleft_n({n}): the queue holds {self.home.links.num_free} blocks")
-        return self.pop(n)
+        return self.pop(count)
 
     def remove(self, block):
         """Takes one block out of the middle. Raises BlockStateError (a RuntimeError) when it is not in this queue."""
         cdef kvp_status_t status = KVP_ERR_NOT_QUEUED
         self.check_open()
-        if type(block) is KVCacheBlock and (<KVCacheBlock>block).home is self.home and (<KVCacheBlock>block).node >= 0:
+        if type(block) is not KVCacheBlock:
+            raise TypeError(f"a queue holds KVCacheBlock objects, not {type(block).__name__}: {block!r}")
+        if (<KVCacheBlock>block).home is self.home and (<KVCacheBlock>block).node >= 0:
             kvpool_lock_acquire(&self.home.lock)
             if self.stand_alone:
                 status = kvp_free_list_remove(self.home.links, (<KVCacheBlock>block).node)
@@ -258,6 +272,8 @@ cdef class FreeKVCacheBlockQueue:
     def iter_blocks_after(self, cursor):
         """Iterates over the blocks after ``cursor`` (None: from the first) in order of reuse. Each step reads the
         list as it is then; the walk ends where a block was taken out under it."""
+        if cursor is not None and (type(cursor) is not KVCacheBlock or not self.may_hold(cursor)):
+            raise BlockStateError(f"iter_blocks_after: {cursor!r} is a block of another queue")
         block = self.fake_free_list_head if cursor is None else cursor
         tail = self.fake_free_list_tail
         while True:

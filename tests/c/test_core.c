@@ -235,6 +235,7 @@ static void test_hashes_set_by_hand(void) {
     CHECK(kvp_pool_set_hash(pool, &other, 1, 4) == KVP_ERR_HAS_HASH && is_sound(pool));
     CHECK(kvp_pool_insert_key(pool, &key, 1) == KVP_OK && kvp_map_find(&pool->map, &key) == 1);
     CHECK(kvp_pool_remove_key(pool, &key, 1) && kvp_pool_primary(pool, 1) == 1 && is_sound(pool));
+    CHECK(kvp_pool_insert_hash(pool, &key, 1, 4) == KVP_OK && kvp_map_find(&pool->map, &key) == KVP_NONE);
     CHECK(kvp_pool_insert_key(pool, &other, 1) == KVP_OK && is_sound(pool));
     kvp_pool_reset_hashes(pool);
     CHECK(pool->map.has_hash[1] == 0 && is_sound(pool));
@@ -265,11 +266,13 @@ static void test_stand_alone_map(void) {
 
 static void test_free_list_moves(void) {
     kvp_free_list_t list;
-    int32_t prev[4], next[4], bigger_prev[9], bigger_next[9], out[5];
-    kvp_free_list_init(&list, prev, next, 3, 3);
+    kvp_link_t links[6], more_links[11];
+    int32_t out[5];
+    CHECK(kvp_free_list_links(3) == 6 && kvp_free_list_links(8) == 11);
+    kvp_free_list_init(&list, links, 3, 3);
     char reason[128];
     CHECK(kvp_free_list_append_n(&list, (int32_t[]){2, 0}, 2, NULL) == KVP_OK);
-    kvp_free_list_move(&list, bigger_prev, bigger_next, 8);
+    kvp_free_list_move(&list, more_links, 8);
     CHECK(kvp_free_list_check(&list, reason, sizeof reason) == KVP_OK);
     CHECK(kvp_free_list_prepend_n(&list, (int32_t[]){7, 5}, 2, NULL) == KVP_OK);
     kvp_fault_t fault = {0};
@@ -293,7 +296,7 @@ static void test_checker_notices(void) {
         CHECK(kvp_pool_cache(pool, keys, ids, 2, 4, 4, KVP_CACHE_PROMOTE, NULL) == KVP_OK && is_sound(pool));
         switch (defect) {
         case 0: pool->free_list.num_free++; break;
-        case 1: pool->free_list.prev[4] = 5; break;
+        case 1: pool->free_list.links[4].prev = 5; break;
         case 2: pool->ref_cnt[4] = 1; break;
         case 3: pool->ref_cnt[1] = 0; break;
         case 4: pool->ref_cnt[KVP_NULL_BLOCK] = 1; break;
