@@ -153,7 +153,7 @@ class KVCacheBlock:
         if pool is not None:
             if self._is_null:
                 raise BlockStateError("the null block cannot have a hash")
-            pool._note_hash_set_by_hand(self, block_hash)
+            pool._note_hash_set_by_hand(self)
         self._block_hash = block_hash
         self._block_hash_num_tokens = num_tokens
 

@@ -102,6 +102,9 @@ class FreeKVCacheBlockQueue:
         if block._pool is not None:
             raise BlockStateError(f"the block belongs to a pool, not to this queue: {block!r}")
 
+    def _may_hold(self, block: KVCacheBlock) -> bool:
+        return block._pool is None and (not isinstance(block, _QueueEnd) or block._queue is self)
+
     def _note_detached(self, num_blocks: int) -> None:
         """num_blocks left the list (negative: came in) with nobody using them."""
 
@@ -226,11 +229,19 @@ class FreeKVCacheBlockQueue:
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Blocks behind the cursor (None: from the head) in the order of their reuse; none if it is not queued."""
+        """Blocks behind the cursor (None: from the head) in the order of their reuse; none if it is not queued.
+
+        BlockStateError: the cursor is queued elsewhere, or belongs to a pool that this is not the queue of.
+        """
+        if cursor is not None and not self._may_hold(cursor):
+            raise BlockStateError(f"the cursor is a block of another queue: {cursor!r}")
         block = self.fake_free_list_head._next if cursor is None else cursor._next
         while block is not None and block is not self.fake_free_list_tail:
             yield block
             block = block._next
+
+    def __len__(self) -> int:
+        return self._num_free
 
     def __reduce__(self) -> NoReturn:
         refuse_copy("FreeKVCacheBlockQueue")
@@ -253,6 +264,9 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
             raise BlockStateError(f"the block belongs to another pool or to none: {block!r}")
         if block._ref_cnt or block._is_null:
             raise BlockStateError(f"only a block that nobody uses can be put into the free list: {block!r}")
+
+    def _may_hold(self, block: KVCacheBlock) -> bool:
+        return block._queue is self
 
     def _note_detached(self, num_blocks: int) -> None:
         self._pool._num_detached += num_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kvpool.block_hash import GROUP_ID_BYTES, BlockHashList, BlockHashWithGroupId, check_key
@@ -10,6 +11,8 @@ from kvpool.reference.block import KVCacheBlock
 from kvpool.reference.free_queue import check_num_blocks
 from kvpool.reference.id_buffer import empty_id_array, ids_of_buffer, write_ids
 from kvpool.reference.prefix_cache import PrefixCache
+
+logger = logging.getLogger("kvpool")
 
 
 class IdCalls(PrefixCache):
@@ -35,7 +38,10 @@ class IdCalls(PrefixCache):
         return out
 
     def free_ids(self, ids: Any, prepend: bool = False) -> None:
-        """``free_blocks`` by ids, an int32 buffer of shape (n,). BlockStateError names an id outside the pool."""
+        """``free_blocks`` by ids, an int32 buffer of shape (n,). An id outside the pool is an invalid entry like any
+        other: BlockStateError, or skipped."""
+        if self.on_invalid_free == "warn":  # type: ignore[attr-defined]
+            ids = self._without_strange_ids(ids)
         self.free_blocks(self._blocks_of_ids(ids), prepend)  # type: ignore[attr-defined]
 
     def touch_ids(self, ids: Any) -> None:
@@ -101,6 +107,17 @@ class IdCalls(PrefixCache):
                 self._insert_block_hash(key, block, None)
             else:
                 self._attach_key(key, block)  # reachable again, if it was popped from the map by hand
+
+    def _without_strange_ids(self, ids: Any) -> Any:
+        num_blocks = len(self.blocks)
+        known = [block_id for block_id in ids_of_buffer(ids) if 0 <= block_id < num_blocks]
+        num_strange = len(ids) - len(known)
+        if num_strange:
+            self.stats.invalid_frees += num_strange  # type: ignore[attr-defined]
+            logger.warning("Skipped the free of %d ids outside the pool of %d blocks", num_strange, num_blocks)
+        array = empty_id_array(len(known))
+        write_ids(array, known)
+        return array
 
     def _blocks_of_ids(self, ids: Any) -> list[KVCacheBlock]:
         blocks = self.blocks

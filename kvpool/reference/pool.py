@@ -67,8 +67,8 @@ class BlockPoolBase(IdCalls):
         on_invalid_free: "raise", or "warn" to skip, log and count the offending entries of a free.
 
     Raises:
-        TypeError: num_gpu_blocks is no int.
-        InvalidArgumentError: num_gpu_blocks is below 1, or on_invalid_free is unknown.
+        TypeError: num_gpu_blocks or hash_block_size is no int.
+        InvalidArgumentError: one of them is below 1, or on_invalid_free is unknown.
 
     Creation is O(num_gpu_blocks). vLLM: ``BlockPool``.
     """
@@ -89,6 +89,10 @@ class BlockPoolBase(IdCalls):
             raise TypeError(f"num_gpu_blocks must be an int, not {type(num_gpu_blocks).__name__}")
         if num_gpu_blocks < 1:
             raise InvalidArgumentError(f"a pool has at least 1 block, not {num_gpu_blocks}")
+        if not isinstance(hash_block_size, int) or isinstance(hash_block_size, bool):
+            raise TypeError(f"hash_block_size must be an int, not {type(hash_block_size).__name__}")
+        if hash_block_size < 1:
+            raise InvalidArgumentError(f"hash_block_size must be positive, not {hash_block_size}")
         if on_invalid_free not in INVALID_FREE_POLICIES:
             raise InvalidArgumentError(f"on_invalid_free is one of {INVALID_FREE_POLICIES}, not {on_invalid_free!r}")
         super().__init__()

@@ -264,9 +264,11 @@ class PrefixCache:
 
     def _attach_key(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         self._check_cacheable(block)
+        if self.cached_block_hash_to_block.contain(key, block._block_id):
+            return
         if block._block_hash == key:
             self._unmapped_ids.discard(block._block_id)
-        elif not self.cached_block_hash_to_block.contain(key, block._block_id):
+        else:
             self._secondary_keys.setdefault(block._block_id, {})[key] = None
         self.cached_block_hash_to_block._insert(key, block)
 
@@ -274,10 +276,10 @@ class PrefixCache:
         block = self.cached_block_hash_to_block._pop(key, block_id)
         if block is None:
             return None
-        if block._block_hash == key:
-            self._unmapped_ids.add(block_id)
-        else:
+        if key in self._secondary_keys.get(block_id, ()):
             self._drop_secondary_key(key, block_id)
+        else:
+            self._unmapped_ids.add(block_id)
         return block
 
     def _drop_secondary_key(self, key: BlockHashWithGroupId, block_id: int) -> None:
@@ -286,11 +288,8 @@ class PrefixCache:
         if not keys:
             del self._secondary_keys[block_id]
 
-    def _note_hash_set_by_hand(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
-        if self.cached_block_hash_to_block.contain(key, block._block_id):
-            self._drop_secondary_key(key, block._block_id)
-        else:
-            self._unmapped_ids.add(block._block_id)
+    def _note_hash_set_by_hand(self, block: KVCacheBlock) -> None:
+        self._unmapped_ids.add(block._block_id)
 
     def _forget_primary_hash(self, block: KVCacheBlock) -> None:
         if block._block_hash is None:
