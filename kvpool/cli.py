@@ -134,7 +134,7 @@ def replay(
             "--compare",
             metavar="NAMES",
             help="Implementations to run over the same events, e.g. native,reference,vllm; fails if any hit or block"
-            " id differs. Default: native (reference under KVPOOL_PURE_PYTHON=1).",
+            " id differs. Default: native,reference (reference alone under KVPOOL_PURE_PYTHON=1).",
             show_default=False,
         ),
     ] = None,
@@ -192,10 +192,10 @@ def replay(
 
 
 def _parse_names(text: str | None) -> list[str]:
-    from kvpool.replay.drivers import IMPLEMENTATIONS, default_implementation
+    from kvpool.replay.drivers import IMPLEMENTATIONS, default_implementations
 
     if text is None:
-        return [default_implementation()]
+        return default_implementations()
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:

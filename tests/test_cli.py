@@ -21,6 +21,7 @@ from kvpool.cli import app
 from kvpool.replay.drivers import IdArrayDriver, make_driver
 
 PURE_PYTHON = os.environ.get("KVPOOL_PURE_PYTHON") == "1"
+FASTEST = "reference" if PURE_PYTHON else "native"
 IMPLEMENTATIONS = ["reference"] if PURE_PYTHON else ["native", "reference"]
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 LINES = [
@@ -152,10 +153,17 @@ def test_a_difference_is_an_error(trace, monkeypatch, implementation):
     assert line == f"error: {implementation} and vllm differ at the request of line 2: hits of 32 and 5 blocks"
 
 
+def test_by_default_the_native_pool_runs_beside_the_twin() -> None:
+    document = json.loads(replay("--limit", 20, "--json", "-").stdout)
+    wanted = ["reference"] if PURE_PYTHON else ["native", "reference"]
+    assert list(document["implementations"]) == wanted
+    assert list(document["ratios"]) == ([] if PURE_PYTHON else ["reference/native"])
+
+
 def test_the_synthetic_default_says_so_and_is_repeatable(tmp_path):
     documents = []
     for seed in (3, 3, 4):
-        result = replay("--limit", 60, "--seed", seed, "--json", tmp_path / "out.json")
+        result = replay("--limit", 60, "--seed", seed, "--compare", FASTEST, "--json", tmp_path / "out.json")
         kind = "SYNTHETIC trace (built-in generator, no real traffic)"
         assert result.stdout.startswith(f"{kind}: synthetic (seed {seed}), 60 requests")
         assert "20,000 blocks (default size)" in result.stdout
@@ -319,7 +327,7 @@ def test_the_conversation_trace_takes_seconds():
     if not path.exists():
         pytest.skip("the shared traces are not here")
     arguments = [] if not PURE_PYTHON else ["--limit", 300]
-    document = json.loads(replay(path, "--blocks", 300_000, "--json", "-", *arguments).stdout)
+    document = json.loads(replay(path, "--blocks", 300_000, "--compare", FASTEST, "--json", "-", *arguments).stdout)
     (figures,) = document["implementations"].values()
     if not PURE_PYTHON:
         assert document["requests"] == 12_031 and figures["seconds"] < 10

@@ -21,7 +21,7 @@ from kvpool.replay.drivers import (  # noqa: E402
     Driver,
     IdArrayDriver,
     ImplementationError,
-    default_implementation,
+    default_implementations,
     make_driver,
 )
 from kvpool.replay.policies import (  # noqa: E402
@@ -340,7 +340,7 @@ def test_unknown_and_missing_implementations(monkeypatch):
 
 def test_native_is_refused_in_pure_python(monkeypatch):
     monkeypatch.setattr("kvpool._backend.BACKEND", "reference")
-    assert default_implementation() == "reference"
+    assert default_implementations() == ["reference"]
     with pytest.raises(ImplementationError, match="KVPOOL_PURE_PYTHON=1"):
         make_driver("native", 10, 16)
 

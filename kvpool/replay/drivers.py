@@ -204,11 +204,11 @@ class VllmDriver(BlockObjectDriver):
         return table
 
 
-def default_implementation() -> str:
-    """`native`, or `reference` where KVPOOL_PURE_PYTHON=1 selects it."""
+def default_implementations() -> list[str]:
+    """The native pool and the twin that it is compared with; the twin alone where KVPOOL_PURE_PYTHON=1 selects it."""
     from kvpool._backend import BACKEND
 
-    return BACKEND
+    return ["native", "reference"] if BACKEND == "native" else ["reference"]
 
 
 def make_driver(name: str, num_blocks: int, block_size: int) -> Driver:
@@ -217,7 +217,7 @@ def make_driver(name: str, num_blocks: int, block_size: int) -> Driver:
     name: one of IMPLEMENTATIONS. Raises ImplementationError if it is unknown or not available here.
     """
     if name == "native":
-        if default_implementation() != "native":
+        if "native" not in default_implementations():
             raise ImplementationError("native is not available: KVPOOL_PURE_PYTHON=1 selects the reference")
         from kvpool.block_pool import BlockPool
 
