@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from kvpool._pool_operations import PoolOperations
 from kvpool.reference.block import KVCacheBlock
+from kvpool.reference.block_hasher import BlockHasher
 from kvpool.reference.free_queue import FreeKVCacheBlockQueue
 from kvpool.reference.hash_map import BlockHashToBlockMap
 from kvpool.reference.pool import BlockPoolBase, PoolStats
+from kvpool.reference.request import Request
 
 
 class BlockPool(PoolOperations, BlockPoolBase):
@@ -18,9 +20,11 @@ class BlockPool(PoolOperations, BlockPoolBase):
 
 __all__ = [
     "BlockHashToBlockMap",
+    "BlockHasher",
     "BlockPool",
     "BlockPoolBase",
     "FreeKVCacheBlockQueue",
     "KVCacheBlock",
     "PoolStats",
+    "Request",
 ]

@@ -66,7 +66,7 @@ class TokenList(list[int]):
         self._note(0)
         super().sort(**options)
 
-    def __imul__(self, factor: Any) -> TokenList:  # type: ignore[override,misc]
+    def __imul__(self, factor: Any) -> TokenList:  # type: ignore[misc]
         self._note(0)
         super().__imul__(factor)
         return self
@@ -150,10 +150,11 @@ class RequestBase:
         """Brings ``block_hashes`` up to date: stale ones go, those of new full blocks come."""
         if self._block_hasher is None:
             return
-        hashes = self.block_hashes
+        if self._all_token_ids.first_changed != NOTHING_CHANGED:
+            self._drop_stale_hashes()
         size = self._hash_block_size
-        if size == 0 or len(self._all_token_ids) // size != len(hashes):
-            hashes.extend(self._block_hasher(self))
+        if size == 0 or len(self._all_token_ids) // size != len(self._block_hashes):
+            self._block_hashes.extend(self._block_hasher(self))
 
 
 class Request(RequestOperations, RequestBase):

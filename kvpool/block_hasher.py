@@ -1,0 +1,20 @@
+"""BlockHasher: the hashes under which full blocks of tokens are found in the prefix cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpool import _backend
+from kvpool._block_hashing import ALGORITHMS, DEFAULT_SEED, resolve_none_hash_seed
+
+if TYPE_CHECKING or _backend.BACKEND == "reference":
+    from kvpool.reference.block_hasher import BlockHasher
+else:
+    from kvpool._block_hashing import BlockHashing
+    from kvpool._hash import BlockHasherBase
+
+    class BlockHasher(BlockHashing, BlockHasherBase):
+        __doc__ = BlockHashing.__doc__
+
+
+__all__ = ["ALGORITHMS", "DEFAULT_SEED", "BlockHasher", "resolve_none_hash_seed"]
