@@ -1,7 +1,8 @@
 """How long blocks live in the cache, how long they lie idle before they are evicted, and how often they are used.
 
 A sample of the blocks is followed from allocation to eviction; the pool calls the ``on_`` methods. Times come from
-the monotonic clock.
+the monotonic clock. What was measured is kept twice: sample by sample until somebody drains them, up to a bound, and
+in histograms since creation, for readers that must not take samples away from each other.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.stats import Histogram
 
 if TYPE_CHECKING:
     from kvpool.reference.block import KVCacheBlock
@@ -75,10 +77,14 @@ class KVCacheMetricsCollector:
         sample_rate: share of allocations to follow, above 0 and at most 1 (InvalidArgumentError).
         max_eviction_samples: eviction samples kept until ``drain_events``; beyond that the oldest are dropped.
             None keeps all (as vLLM), without bound if nobody drains.
+        cached_only: a block that carries no hash when it is reused was not evicted, and is no sample. By default
+            (as vLLM) it is one.
 
     Attributes:
         block_metrics: state of the sampled blocks by block id.
         dropped_samples: eviction samples lost to ``max_eviction_samples``, since creation.
+        lifetime_histogram, idle_histogram, reuse_gap_histogram: all samples since creation, seconds; neither draining
+            nor a reset of the cache empties them.
 
     vLLM: ``KVCacheMetricsCollector``.
     """
@@ -88,6 +94,7 @@ class KVCacheMetricsCollector:
         sample_rate: float = DEFAULT_SAMPLE_RATE,
         *,
         max_eviction_samples: int | None = DEFAULT_MAX_EVICTION_SAMPLES,
+        cached_only: bool = False,
     ) -> None:
         if not 0 < sample_rate <= 1.0:
             raise InvalidArgumentError(f"sample_rate must be above 0 and at most 1, not {sample_rate}")
@@ -95,9 +102,13 @@ class KVCacheMetricsCollector:
             raise InvalidArgumentError(f"max_eviction_samples must be at least 1, not {max_eviction_samples}")
         self.sample_rate = sample_rate
         self.max_eviction_samples = max_eviction_samples
+        self.cached_only = cached_only
         self.block_metrics: dict[int, BlockMetricsState] = {}
         self.dropped_samples = 0
         self._eviction_events: deque[KVCacheEvictionEvent] = deque(maxlen=max_eviction_samples)
+        self.lifetime_histogram = Histogram()
+        self.idle_histogram = Histogram()
+        self.reuse_gap_histogram = Histogram()
 
     def should_sample_block(self) -> bool:
         """Whether to follow the block that is being allocated."""
@@ -115,19 +126,22 @@ class KVCacheMetricsCollector:
             state.record_access()
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
-        """A block is about to lose its hashes, or (as in vLLM) is reused without having had any."""
+        """A block is about to lose its hashes, or (unless ``cached_only``) is reused without having had any."""
         state = self.block_metrics.pop(block.block_id, None)
-        if state is None:
+        if state is None or (self.cached_only and block.block_hash is None):
             return
+        sample = KVCacheEvictionEvent(
+            lifetime_seconds=state.get_lifetime_seconds(),
+            idle_seconds=state.get_idle_time_seconds(),
+            reuse_gaps_seconds=tuple(state.get_reuse_gaps_seconds()),
+        )
+        self.lifetime_histogram.observe(sample.lifetime_seconds)
+        self.idle_histogram.observe(sample.idle_seconds)
+        for gap in sample.reuse_gaps_seconds:
+            self.reuse_gap_histogram.observe(gap)
         if len(self._eviction_events) == self.max_eviction_samples:
             self.dropped_samples += 1
-        self._eviction_events.append(
-            KVCacheEvictionEvent(
-                lifetime_seconds=state.get_lifetime_seconds(),
-                idle_seconds=state.get_idle_time_seconds(),
-                reuse_gaps_seconds=tuple(state.get_reuse_gaps_seconds()),
-            )
-        )
+        self._eviction_events.append(sample)
 
     def reset(self) -> None:
         """The cache was reset: forget the sampled blocks and the samples not drained yet."""
