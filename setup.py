@@ -14,9 +14,12 @@ from setuptools import Extension, setup
 DEBUG = os.environ.get("KVPOOL_DEBUG") == "1"
 SANITIZE = os.environ.get("KVPOOL_SANITIZE") == "1"
 
-SOURCES = [f"csrc/kvp_{name}.c" for name in ("free_list", "prefix_map", "pool", "pool_hash", "check")]
-HEADERS = ["csrc/kvp.h", "csrc/kvp_internal.h", "kvpool/_lock.h"]
-MODULES = ["_batch", "_block", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"]
+SOURCES = [f"csrc/kvp_{name}.c" for name in ("free_list", "prefix_map", "pool", "pool_hash", "block_hash", "check")]
+HEADERS = ["csrc/kvp.h", "csrc/kvp_block_hash.h", "csrc/kvp_internal.h", "kvpool/_lock.h"]
+MODULES = [
+    *("_batch", "_block", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"),
+    *("_hash", "_request", "_manager"),
+]
 
 # -g0 only shrinks release wheels; debug and sanitized builds want the lines of their reports.
 flags = ["-std=c11", "-O1", "-g"] if DEBUG or SANITIZE else ["-std=c11", "-O3", "-g0"]

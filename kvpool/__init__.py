@@ -26,19 +26,49 @@ from kvpool.metrics import KVCacheMetricsCollector
 if TYPE_CHECKING:
     from kvpool.block_hasher import BlockHasher
     from kvpool.event_publisher import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
+    from kvpool.kv_cache_blocks import KVCacheBlocks
+    from kvpool.kv_cache_manager import KVCacheManager
+    from kvpool.kv_cache_spec import (
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+        MambaSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+    )
     from kvpool.prometheus import KVCacheExporter
     from kvpool.request import Request, RequestStatus
+    from kvpool.scheduler import Scheduler
+    from kvpool.sizing import max_concurrency, num_blocks_for_memory, unify_kv_cache_spec_page_size
     from kvpool.stats import PrefixCacheStats
 
 _IMPORTED_LATER = {
     "BlockHasher": "block_hasher",
+    "ChunkedLocalAttentionSpec": "kv_cache_spec",
+    "CrossAttentionSpec": "kv_cache_spec",
     "EventPublisherFactory": "event_publisher",
+    "FullAttentionSpec": "kv_cache_spec",
+    "KVCacheBlocks": "kv_cache_blocks",
+    "KVCacheConfig": "kv_cache_spec",
     "KVCacheExporter": "prometheus",
+    "KVCacheGroupSpec": "kv_cache_spec",
+    "KVCacheManager": "kv_cache_manager",
+    "KVCacheSpec": "kv_cache_spec",
     "KVEventsConfig": "event_publisher",
+    "MambaSpec": "kv_cache_spec",
     "PrefixCacheStats": "stats",
     "Request": "request",
     "RequestStatus": "request",
+    "Scheduler": "scheduler",
+    "SinkFullAttentionSpec": "kv_cache_spec",
+    "SlidingWindowSpec": "kv_cache_spec",
     "ZmqEventPublisher": "event_publisher",
+    "max_concurrency": "sizing",
+    "num_blocks_for_memory": "sizing",
+    "unify_kv_cache_spec_page_size": "sizing",
 }
 
 __all__ = [
@@ -53,26 +83,41 @@ __all__ = [
     "BlockRemoved",
     "BlockStateError",
     "BlockStored",
+    "ChunkedLocalAttentionSpec",
+    "CrossAttentionSpec",
     "EventPublisherFactory",
     "FreeKVCacheBlockQueue",
+    "FullAttentionSpec",
     "InvalidArgumentError",
     "InvariantError",
     "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheConfig",
     "KVCacheEvent",
     "KVCacheExporter",
+    "KVCacheGroupSpec",
+    "KVCacheManager",
     "KVCacheMetricsCollector",
+    "KVCacheSpec",
     "KVEventBatch",
     "KVEventsConfig",
     "KvpoolError",
+    "MambaSpec",
     "NoFreeBlocksError",
     "PrefixCacheStats",
     "Request",
     "RequestStatus",
+    "Scheduler",
+    "SinkFullAttentionSpec",
+    "SlidingWindowSpec",
     "ZmqEventPublisher",
     "__version__",
     "get_block_hash",
     "get_group_id",
     "make_block_hash_with_group_id",
+    "max_concurrency",
+    "num_blocks_for_memory",
+    "unify_kv_cache_spec_page_size",
 ]
 
 

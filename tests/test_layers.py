@@ -17,21 +17,25 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvpool"
 CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
-    ["errors", "_version"],
-    ["_kvp", "_numpy"],
-    ["block_hash", "events", "metrics"],
-    ["_batch", "_block"],
-    ["_queue", "_map", "_pool_views"],
+    ["errors", "_version", "request_status", "token_ids"],
+    ["_kvp", "_kvp_block_hash", "_numpy", "_openssl", "stats", "dtypes", "event_endpoints", "prometheus"],
+    ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],
+    ["event_publisher", "sizing", "kv_cache_blocks", "_block_hashing"],
+    ["_batch", "_block", "_hash", "_request_operations"],
+    ["_queue", "_map", "_pool_views", "_request"],
     ["_allocator"],
     ["_prefix_cache"],
-    ["_core"],
+    ["_core", "_manager"],
     ["_pool_events"],
     ["_pool_operations"],
     ["reference"],
     ["_backend"],
-    ["block_pool"],
+    ["block_pool", "block_hasher", "request"],
     ["managers"],
     ["coordinator"],
+    ["allocation_checks", "kv_cache_queries"],
+    ["_manager_operations"],
+    ["reference.kv_cache_manager"],
     ["kv_cache_manager"],
     ["scheduler"],
     ["replay", "worker", "integrations"],
@@ -70,6 +74,8 @@ def sources() -> list[Path]:
 def part_of(path: Path) -> str:
     """The name of the layers that a source belongs to: its package below kvpool, or its module."""
     relative = path.relative_to(PACKAGE)
+    if relative.as_posix() == "reference/kv_cache_manager.py":
+        return "reference.kv_cache_manager"  # the twin's pool is below the managers, its cache manager above them
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 

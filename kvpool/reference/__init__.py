@@ -5,6 +5,9 @@ It is the oracle of the differential tests, the baseline of the benchmarks, and 
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvpool._pool_operations import PoolOperations
 from kvpool.reference.block import KVCacheBlock
 from kvpool.reference.block_hasher import BlockHasher
@@ -12,6 +15,9 @@ from kvpool.reference.free_queue import FreeKVCacheBlockQueue
 from kvpool.reference.hash_map import BlockHashToBlockMap
 from kvpool.reference.pool import BlockPoolBase, PoolStats
 from kvpool.reference.request import Request
+
+if TYPE_CHECKING:
+    from kvpool.reference.kv_cache_manager import KVCacheManager
 
 
 class BlockPool(PoolOperations, BlockPoolBase):
@@ -25,6 +31,14 @@ __all__ = [
     "BlockPoolBase",
     "FreeKVCacheBlockQueue",
     "KVCacheBlock",
+    "KVCacheManager",
     "PoolStats",
     "Request",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It stands far above the pool, which is what this package is imported for by those below.
+    if name == "KVCacheManager":
+        return import_module("kvpool.reference.kv_cache_manager").KVCacheManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,54 @@
+"""KVCacheManager: what a scheduler asks for blocks, and tells of tokens that are computed.
+
+The general code is ``KVCacheManagerOperations``; where the pool is native, what runs at every step is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpool import _backend
+from kvpool._manager_operations import KVCacheManagerOperations
+from kvpool.kv_cache_blocks import KVCacheBlockCopy, KVCacheBlocks
+from kvpool.kv_cache_spec import FullAttentionSpec
+from kvpool.managers import FullAttentionManager
+
+if TYPE_CHECKING or _backend.BACKEND == "reference":
+    from kvpool.reference.kv_cache_manager import KVCacheManager
+else:
+    from kvpool._manager import KVCacheManagerBase
+
+    class KVCacheManager(KVCacheManagerBase, KVCacheManagerOperations):
+        __doc__ = KVCacheManagerOperations.__doc__
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self._is_plain_full_attention():
+                self.bind_full_attention(
+                    self.block_pool,
+                    self.coordinator.single_type_managers[0],
+                    KVCacheBlocks,
+                    self.empty_kv_cache_blocks,
+                    self.max_model_len,
+                    self.watermark_blocks,
+                )
+
+        def _is_plain_full_attention(self) -> bool:
+            """One group whose blocks are as long as the hashes', with nothing special about hits and caching."""
+            managers = self.coordinator.single_type_managers
+            return (
+                isinstance(self.block_pool, _backend.BlockPoolBase)
+                and len(managers) == 1
+                and type(managers[0]) is FullAttentionManager
+                and type(managers[0].kv_cache_spec) is FullAttentionSpec
+                and managers[0].kv_cache_spec.prefix_cacheable
+                and managers[0].max_admission_blocks_per_request is None
+                and not managers[0].records_new_block_ids
+                and (managers[0].block_size == self.hash_block_size or not self.enable_caching)
+                and not self.coordinator.eagle_group_ids
+                and self.coordinator.retention_interval is None
+                and self.coordinator.num_reprefillable_tokens == 0
+            )
+
+
+__all__ = ["KVCacheBlockCopy", "KVCacheBlocks", "KVCacheManager"]
