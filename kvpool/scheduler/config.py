@@ -1,0 +1,57 @@
+"""What a scheduler may do in one step, and in which order it serves requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvpool.errors import InvalidArgumentError
+
+
+class SchedulingPolicy(Enum):
+    """Order of service; vLLM's names."""
+
+    FCFS = "fcfs"  # first come, first served
+    PRIORITY = "priority"  # the smallest (priority, arrival_time, request_id) first
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits and policy of a ``Scheduler``; vLLM's names where vLLM has them.
+
+    Attributes:
+        max_num_batched_tokens: tokens that one step computes at most, over all requests.
+        max_num_seqs: requests that run at the same time at most.
+        policy: a ``SchedulingPolicy`` or its value.
+        enable_chunked_prefill: a prompt may be computed over several steps, as the token budget allows. Without it a
+            prompt waits until a step has room for all of it.
+        long_prefill_token_threshold: tokens that one request gets in one step at most while there are other requests;
+            0: no such limit.
+        reserve_full_sequence: a request is admitted only when all tokens it has now fit into the free blocks, not just
+            its first part (vLLM: ``scheduler_reserve_full_isl``).
+        stop_token_ids: tokens that end any request, e.g. the end of sequence; ``add_request`` takes more for one.
+
+    Raises:
+        InvalidArgumentError: a limit below 1, a negative threshold, an unknown policy.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    policy: SchedulingPolicy | str = SchedulingPolicy.FCFS
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    reserve_full_sequence: bool = True
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, and has to be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise InvalidArgumentError(f"long_prefill_token_threshold is negative: {self.long_prefill_token_threshold}")
+        try:
+            object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
+        except ValueError:
+            known = ", ".join(policy.value for policy in SchedulingPolicy)
+            raise InvalidArgumentError(f"unknown scheduling policy {self.policy!r}; there are: {known}") from None
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
