@@ -16,6 +16,7 @@ from kvpool.kv_cache_blocks import KVCacheBlockCopy, KVCacheBlocks
 from kvpool.kv_cache_spec import (
     CrossAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
@@ -68,8 +69,8 @@ class KVCacheQueries:
         return share
 
     def get_num_required_blocks(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Blocks that a sequence of ``num_tokens`` tokens takes at a time, over all groups, without any hit; groups
-        with a window count with the most that they hold. Longer than ``max_model_len`` counts as that.
+        """The most blocks that a sequence takes at a time on its way to ``num_tokens`` tokens, over all groups, without
+        any hit. Longer than ``max_model_len`` counts as that.
 
         Raises:
             InvalidArgumentError: a negative number.
@@ -89,6 +90,12 @@ class KVCacheQueries:
             prefill_end=num_tokens,
         )
         self.coordinator.free(_NOBODY)
+        for group in self.kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+                # One running state is counted. While a step writes the next one, the state before is still needed, and
+                # one that is cached inside its block is copied.
+                num_blocks += int(num_tokens > spec.block_size) + int(self.coordinator.enable_partial_hash_hits)
         return num_blocks
 
     def can_ever_fit(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.kv_cache_spec import MambaSpec
 
 if TYPE_CHECKING:
     from kvpool.kv_cache_manager import KVCacheManager
@@ -56,7 +55,7 @@ def require_fit(request: Request, manager: KVCacheManager) -> None:
             f"block_hasher of {manager.hash_block_size} tokens per block"
         )
     num_tokens = max_num_computed_tokens(request, manager.max_model_len)
-    needed, existing = max_num_blocks_held(manager, num_tokens), manager.block_pool.num_gpu_blocks - 1
+    needed, existing = manager.get_num_required_blocks(num_tokens), manager.block_pool.num_gpu_blocks - 1
     if needed > existing:
         parts = f"{num_prompt_tokens} of the prompt and {num_tokens - num_prompt_tokens} generated"
         raise RequestTooLargeError(
@@ -64,17 +63,3 @@ def require_fit(request: Request, manager: KVCacheManager) -> None:
             needed,
             existing,
         )
-
-
-def max_num_blocks_held(manager: KVCacheManager, num_tokens: int) -> int:
-    """The most blocks that a request needs on its way to so many computed tokens, over all groups. O(groups).
-
-    ``get_num_required_blocks`` counts one running state for a Mamba group that keeps states at block boundaries. While
-    a step writes the next one, the state before is still needed, and one that is cached inside its block is copied.
-    """
-    num_blocks: int = manager.get_num_required_blocks(num_tokens)
-    for group in manager.kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
-            num_blocks += int(num_tokens > spec.block_size) + int(manager.coordinator.enable_partial_hash_hits)
-    return num_blocks
