@@ -77,18 +77,19 @@ define install_leg
 	$(2) $(PIP) install --no-build-isolation --no-deps --target $(LEG)/$(1)/site $(LEG)/$(1)/src
 endef
 
-LEG_PYTEST = cd $(LEG)/$(1)/src && rm -rf kvpool && PYTHONPATH=$(CURDIR)/$(LEG)/$(1)/site
+# From a folder without a kvpool in it: what is imported is what was installed.
+LEG_PYTEST = cd $(LEG)/$(1) && PYTHONPATH=$(CURDIR)/$(LEG)/$(1)/site
 PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider
 
 test-debug: sdist
 	$(call install_leg,debug,KVPOOL_DEBUG=1)
-	$(call LEG_PYTEST,debug) $(PYTEST) tests
+	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not timing'
 
 # The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns.
 test-sanitize: sdist
 	$(call install_leg,sanitize,KVPOOL_SANITIZE=1 KVPOOL_DEBUG=1)
 	$(call LEG_PYTEST,sanitize) LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) PYTHONMALLOC=malloc \
-	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) tests -m 'not slow'
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m 'not slow and not timing'
 
 test-pure: $(VENV)/.installed
 	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests
@@ -96,7 +97,7 @@ test-pure: $(VENV)/.installed
 test-sdist: sdist
 	$(call install_leg,sdist,)
 	test -z "$$(find $(LEG)/sdist/site/kvpool -name '*.c' -o -name '*.pyx')"
-	$(call LEG_PYTEST,sdist) $(PYTEST) tests -m 'not slow'
+	$(call LEG_PYTEST,sdist) $(PYTEST) src/tests -m 'not slow'
 
 # ---- vLLM ----
 

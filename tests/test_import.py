@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from conftest import IS_PURE_PYTHON
 
 import kvpool
@@ -37,6 +38,7 @@ print("numpy" in sys.modules, pool.allocate_ids(2).tolist(), "numpy" in sys.modu
     assert run(code) == "False [1, 2] True"
 
 
+@pytest.mark.timing
 def test_the_import_takes_less_than_100_ms() -> None:
     # Processor time, so that other processes on the machine do not count.
     code = "import time; t = time.process_time(); import kvpool; print(time.process_time() - t)"

@@ -17,6 +17,8 @@ from kvpool import reference
 from kvpool.errors import BlockStateError
 from kvpool.reference.hash_map import BlockHashToBlockMap
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = settings(
     max_examples=400,
     stateful_step_count=40,
