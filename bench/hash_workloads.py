@@ -23,7 +23,7 @@ MIN_RATIO = 5.0  # of the two sha256 algorithms to vLLM
 DECODE_TOKENS = 4_096
 HASH_SEED = "bench"
 
-MakeRequest = Callable[[list[int]], Any]
+MakeRequest = Callable[..., Any]  # of token ids, and of an id where it matters
 
 
 @functools.lru_cache(maxsize=1)
@@ -80,12 +80,12 @@ def request_maker(implementation: Implementation, algorithm: str) -> MakeRequest
         from vllm.v1.request import Request
 
         parameters = SamplingParams(max_tokens=DECODE_TOKENS)
-        return lambda tokens: Request("request", tokens, parameters, None, block_hasher=hasher)
+        return lambda tokens, name="request": Request(name, tokens, parameters, None, block_hasher=hasher)
     if implementation.name == "reference":
         from kvpool.reference.request import Request
     else:
         from kvpool.request import Request
-    return lambda tokens: Request("request", tokens, hasher, DECODE_TOKENS)
+    return lambda tokens, name="request": Request(name, tokens, hasher, DECODE_TOKENS)
 
 
 class HashWorkload(Workload):

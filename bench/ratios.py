@@ -22,9 +22,12 @@ from statistics import median
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.hash_workloads import hash_rows
 from bench.implementations import Implementation, is_release_build, load
+from bench.manager_workloads import manager_rows
 from bench.rows import BATCH, Row, cached_rows, churned_row, create_row, get_free_rows, ids_row
 from bench.sampling import Settings, measure_workloads, ratio_of
+from bench.scheduler_workloads import scheduler_rows
 from bench.workloads import GetAndFree
 
 RATIOS_FILE = Path(__file__).resolve().parent / "ratios.json"
@@ -32,6 +35,8 @@ TOLERANCE = 0.25
 TRIES = 3
 SHORT = Settings(samples=5, sample_ms=6.0)
 SMALL_POOL = 10_000
+HASH_ROWS = ("hash/sha256", "hash/sha256_cbor", "request/append")
+SCHEDULER_ROWS = ("scheduler/step/256", "scheduler/prompt/hits")
 EXIT_OK, EXIT_SLOWER, EXIT_NOT_COMPARABLE = 0, 1, 2
 
 
@@ -58,13 +63,23 @@ class Verdict:
 
 
 def gate_rows() -> list[Row]:
-    """The rows the gate watches: those of the target table, on pools that are made in no time."""
+    """The rows the gate watches: those of the target table, on pools that are made in no time, and steps of a scheduler
+    that stands on them."""
     get_free = [
         Row(row.name, row.title, partial(GetAndFree, num_blocks=SMALL_POOL, batch=batch, enable_caching=enable_caching))
         for enable_caching in (True, False)
         for row, batch in zip(get_free_rows(enable_caching), (1, 16, 256, 4_096), strict=True)
     ]
-    return [*get_free, churned_row(BATCH), *cached_rows(), ids_row(), create_row(SMALL_POOL)]
+    others = [row for row in (*hash_rows(), *scheduler_rows()) if row.name in (*HASH_ROWS, *SCHEDULER_ROWS)]
+    return [
+        *get_free,
+        churned_row(BATCH),
+        *cached_rows(),
+        ids_row(),
+        create_row(SMALL_POOL),
+        *manager_rows(),
+        *others,
+    ]
 
 
 def measure_ratio(row: Row, implementations: dict[str, Implementation]) -> float:

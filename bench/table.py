@@ -1,12 +1,13 @@
-"""The pool's rows of the target table, measured in one run: ``python -m bench.table``.
+"""The target table, the pool's rows and the cache manager's, measured in one run: ``python -m bench.table``.
 
-Implementations take turns sample by sample; each figure is a median, in ns per block. The ratio is that of the medians,
-and in brackets stand the smallest and the largest ratio of two samples taken one after the other: the noise.
-Without vLLM the ratios are against the reference, and whether a target is met stays open.
+Implementations take turns sample by sample; each figure is a median, in ns per block, for the manager per request.
+The ratio is that of the medians, and in brackets stand the smallest and the largest ratio of two samples taken one
+after the other: the noise. Without vLLM the ratios are against the reference, and whether a target is met stays open.
 
   --quick       short samples, no pools of 2,000,000, no cold figures
   --json FILE   every sample, too
-  --rows TEXT   only rows whose name starts with TEXT
+  --rows TEXT   only rows whose name starts with TEXT, or with one of several, as in ``--rows manager,hash,request``,
+                which is all of the cache manager's table
 KVPOOL_C_BENCH names the binary of bench/c/bench_pool.c; without it the comparison with C is left out.
 """
 
@@ -27,8 +28,10 @@ if __package__ in (None, ""):
 
 from bench.bench_memory import MemoryFigures, is_memory_target_met, measure_in_fresh_process
 from bench.cold import make_matrix_product, measure_cold
+from bench.hash_workloads import hash_rows
 from bench.implementations import Implementation, load_installed
 from bench.machine import describe_machine
+from bench.manager_workloads import manager_rows
 from bench.rows import (
     C_ROW,
     LARGE_POOL,
@@ -194,15 +197,22 @@ def add_growth(report: Report, native: Implementation, sizes: Sequence[int], set
     )
 
 
-def run(report: Report, implementations: dict[str, Implementation], quick: bool, prefix: str) -> None:
-    """Measures all sections in order."""
+def run(report: Report, implementations: dict[str, Implementation], quick: bool, prefixes: str) -> None:
+    """Measures all sections in order; with prefixes of row names, parted by commas, no more than these rows."""
     settings = QUICK if quick else FULL
     baseline = "vllm" if "vllm" in implementations else "reference"
     sizes = tuple(size for size in POOL_SIZES if size <= USUAL_POOL) if quick else POOL_SIZES
-    rows = [row for row in target_rows(USUAL_POOL if quick else LARGE_POOL) if row.name.startswith(prefix)]
-    measured = measure_rows(rows, implementations, settings)
-    report.add("warm", f"Warm, median of {settings.samples}", ratio_table(measured, baseline), samples_by_row(measured))
-    if prefix:
+    tables = (
+        ("warm", "Warm", target_rows(USUAL_POOL if quick else LARGE_POOL)),
+        ("manager", "Cache manager (ns per request) and hashing (ns per block)", [*manager_rows(), *hash_rows()]),
+    )
+    for key, title, all_rows in tables:
+        rows = [row for row in all_rows if row.name.startswith(tuple(prefixes.split(",")))]
+        if rows:
+            measured = measure_rows(rows, implementations, settings)
+            table = ratio_table(measured, baseline)
+            report.add(key, f"{title}, median of {settings.samples}", table, samples_by_row(measured))
+    if prefixes:
         return
     binary = os.environ.get("KVPOOL_C_BENCH")
     if binary:
@@ -223,10 +233,12 @@ def run(report: Report, implementations: dict[str, Implementation], quick: bool,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables as markdown; 0 whatever the ratios are (``bench.ratios`` is the gate)."""
-    parser = argparse.ArgumentParser(prog="bench.table", description="The pool's rows of the target table.")
+    parser = argparse.ArgumentParser(prog="bench.table", description="The target table, in one run.")
     parser.add_argument("--quick", action="store_true", help="short samples, no 2 M pools, no cold figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample to FILE")
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows whose name starts with TEXT")
+    parser.add_argument(
+        "--rows", default="", metavar="TEXT", help="only rows whose name starts with TEXT (or TEXT,TEXT)"
+    )
     options = parser.parse_args(arguments)
     implementations = load_installed()
     report = Report(lambda text: print(text, flush=True))
