@@ -107,7 +107,7 @@ def test_hits_in_a_cache_with_holes_are_the_same(statuses: Any, kind: str) -> No
     for seed in range(NUM_SEEDS // 2):
         rng = random.Random(seed)
         layout = random_layout(rng, (kind,))
-        layout.num_blocks, layout.max_model_len = 300, 128
+        layout.num_blocks, layout.max_model_len, layout.watermark = 600, 128, 0.0
         stacks = make_stacks(layout)
         hash_size = stacks[0].pool.hash_block_size
         tokens = [rng.randrange(3) for _ in range(64)]
