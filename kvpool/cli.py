@@ -39,7 +39,7 @@ _PROGRESS_SECONDS = 0.1
 
 app = typer.Typer(
     name="kvpool",
-    help="Block pool for LLM KV caches: replay request traces, inspect the installation.",
+    help="Cache manager and block pool for LLM KV caches: replay request traces, inspect the installation.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -138,6 +138,10 @@ def replay(
             show_default=False,
         ),
     ] = None,
+    over: Annotated[
+        str,
+        typer.Option("--over", metavar="LAYER", help="manager: the whole cache manager; pool: its block pool alone."),
+    ] = "manager",
     json_path: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for stdout, in place of tables."),
@@ -159,11 +163,11 @@ def replay(
         int | None, typer.Option("--seed", help="Seed of the synthetic trace. Default: 0.", show_default=False)
     ] = None,
 ) -> None:
-    """Run a request trace through the block pool as a discrete-event simulation.
+    """Run a request trace through the cache manager as a discrete-event simulation.
 
     Each request needs blocks for its prompt and output at admission, first come first served, and keeps them until it
-    finishes. The reported times are spent in calls into the pool alone. The hit rate is in tokens of admitted requests;
-    the mean wait is of the requests that had to wait.
+    finishes. The reported times are spent in calls into the manager (--over pool: the pool) alone. The hit rate is in
+    tokens of admitted requests; the mean wait is of the requests that had to wait.
     """
     with _clean_errors():
         from dataclasses import replace
@@ -173,9 +177,9 @@ def replay(
 
         names = _parse_names(compare)
         sizes = _parse_sizes(curve_blocks)
-        settings = ReplaySettings(blocks or MIN_NUM_BLOCKS, block_size, prefill_rate, tpot)
+        settings = ReplaySettings(blocks or MIN_NUM_BLOCKS, block_size, prefill_rate, tpot, over)
         _check_outputs(json_path, plot_path)
-        _check_available(names, block_size)
+        _check_available(names, block_size, over)
         loaded = _load_trace(trace, seed, limit, block_size, trace_block_size)
         loaded.check_block_size(block_size)
         settings = replace(settings, num_blocks=blocks or _default_blocks(loaded, block_size))
@@ -229,13 +233,13 @@ def _check_outputs(json_path: str | None, plot_path: Path | None) -> None:
             raise UsageError(f"{path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
 
 
-def _check_available(names: list[str], block_size: int) -> None:
+def _check_available(names: list[str], block_size: int, over: str) -> None:
     """Makes the smallest pool of each: an implementation that is missing shows now, not after the others have run."""
     from kvpool.replay.drivers import make_driver
     from kvpool.replay.simulator import MIN_NUM_BLOCKS
 
     for name in names:
-        make_driver(name, MIN_NUM_BLOCKS, block_size)
+        make_driver(name, MIN_NUM_BLOCKS, block_size, over)
 
 
 def _load_trace(
@@ -263,7 +267,7 @@ def _run_all(trace: Trace, settings: ReplaySettings, names: list[str]) -> list[R
 
     results = []
     for name in names:
-        driver = make_driver(name, settings.num_blocks, settings.block_size)
+        driver = make_driver(name, settings.num_blocks, settings.block_size, settings.over)
         with _progress(name, total=len(trace.requests)) as advance:
             results.append(simulate(trace, driver, settings, advance))
         del driver  # before the next pool is made: two large ones of block objects may not fit

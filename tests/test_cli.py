@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import kvpool
 from kvpool.cli import app
-from kvpool.replay.drivers import IdArrayDriver, make_driver
+from kvpool.replay.drivers import LAYERS, IdArrayDriver, make_driver
 
 PURE_PYTHON = os.environ.get("KVPOOL_PURE_PYTHON") == "1"
 FASTEST = "reference" if PURE_PYTHON else "native"
@@ -68,7 +68,9 @@ def test_version():
 def test_help_names_every_option():
     result = CliRunner().invoke(app, ["replay", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
     text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
-    options = "blocks block-size trace-block-size prefill-rate tpot limit compare json plot curve curve-blocks seed"
+    options = (
+        "blocks block-size trace-block-size prefill-rate tpot limit compare over json plot curve curve-blocks seed"
+    )
     assert all(f"--{option}" in text for option in options.split())
     assert "had to wait" in text
 
@@ -129,22 +131,23 @@ def test_compare(trace, tmp_path):
 
 
 @pytest.mark.vllm
-def test_compare_with_vllm():
+@pytest.mark.parametrize("over", LAYERS)
+def test_compare_with_vllm(over):
     pytest.importorskip("vllm.v1.core.block_pool")
-    result = replay("--compare", f"{IMPLEMENTATIONS[0]},vllm", "--limit", 50, "--blocks", 500)
+    result = replay("--compare", f"{IMPLEMENTATIONS[0]},vllm", "--limit", 50, "--blocks", 500, "--over", over)
     assert "hits and block ids are the same in all" in result.stdout
 
 
 def test_a_difference_is_an_error(trace, monkeypatch, implementation):
     class ForgetfulDriver(IdArrayDriver):
-        def find_prefix(self, hashes, max_blocks):
-            return super().find_prefix(hashes, max_blocks)[:5]
+        def _find(self, served):
+            return super()._find(served)[:5]
 
-    def make_either(name, num_blocks, block_size):
-        driver = make_driver(implementation, num_blocks, block_size)
+    def make_either(name, num_blocks, block_size, over):
+        driver = make_driver(implementation, num_blocks, block_size, over)
         if name != "vllm":
             return driver
-        pool = make_driver("reference", num_blocks, block_size)._pool
+        pool = make_driver("reference", num_blocks, block_size, "pool")._pool
         return ForgetfulDriver(name, pool, num_blocks, block_size)
 
     monkeypatch.setattr("kvpool.replay.drivers.make_driver", make_either)
@@ -158,6 +161,18 @@ def test_by_default_the_native_pool_runs_beside_the_twin() -> None:
     wanted = ["reference"] if PURE_PYTHON else ["native", "reference"]
     assert list(document["implementations"]) == wanted
     assert list(document["ratios"]) == ([] if PURE_PYTHON else ["reference/native"])
+
+
+def test_the_pool_alone(trace, implementation):
+    documents = []
+    for over in LAYERS:
+        result = replay(trace, "--compare", implementation, "--over", over, "--json", "-", "--curve-blocks", 500)
+        assert f"time in the {over} (s)" in result.stderr
+        documents.append(json.loads(result.stdout))
+        (figures,) = documents[-1]["implementations"].values()
+        assert figures.pop("seconds") > 0 and figures.pop("ns_per_prompt_block") > 0
+    assert documents[1].pop("over") == "pool"
+    assert documents[0] == documents[1]
 
 
 def test_the_synthetic_default_says_so_and_is_repeatable(tmp_path):
@@ -224,6 +239,7 @@ def test_a_bad_line_is_one_line_with_file_line_and_field(trace):
     [
         (["absent.jsonl"], "absent.jsonl: No such file"),
         (["--compare", "native,sglang"], "choose from native, reference, vllm"),
+        (["--over", "scheduler"], "a replay runs over manager or pool, not 'scheduler'"),
         (["--compare", " ,"], "choose from native, reference, vllm"),
         (["--curve-blocks", "10,x"], "must be whole numbers separated by commas"),
         (["--curve-blocks", ""], "must be whole numbers separated by commas"),
@@ -259,10 +275,12 @@ def test_a_seed_has_no_meaning_with_a_trace(trace):
     assert failure("replay", trace, "--seed", 0)[0] == 2
 
 
-def test_vllm_that_is_not_installed(trace, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool", None)
+@pytest.mark.parametrize("over", LAYERS)
+def test_vllm_that_is_not_installed(trace, monkeypatch, over):
+    for module in ("vllm.v1.core.kv_cache_manager", "vllm.v1.core.block_pool"):
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    code, line = failure("replay", trace, "--compare", f"{IMPLEMENTATIONS[0]},vllm")
+    code, line = failure("replay", trace, "--compare", f"{IMPLEMENTATIONS[0]},vllm", "--over", over)
     assert code == 2 and line.startswith("error: vllm ")
 
 

@@ -1,4 +1,4 @@
-"""Replay of request traces: size a KV cache, and compare implementations of its block pool.
+"""Replay of request traces: size a KV cache, and compare implementations of its manager and its block pool.
 
 `trace` reads traces and makes block hashes, `synthetic` generates them, `simulator` runs them as a discrete-event
 simulation over one of the `drivers`, `policies` gives the bounds that no policy can pass, `report` shows the results.

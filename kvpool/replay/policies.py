@@ -219,7 +219,7 @@ def _compute_point(
     on_progress: Callable[[int], None],
 ) -> CurvePoint:
     block_size, capacity = settings.block_size, settings.num_usable_blocks
-    driver = make_driver(implementation, settings.num_blocks, block_size)
+    driver = make_driver(implementation, settings.num_blocks, block_size, settings.over)
     result = simulate(trace, driver, settings, on_progress)
     admitted = [
         index for index, request in enumerate(trace.requests) if request.num_blocks_needed(block_size) <= capacity

@@ -6,12 +6,14 @@ JSON:
     requests         requests of the trace
     block_size       tokens
     num_blocks       pool size, null block included
-    implementations  by name: seconds and ns_per_prompt_block (time in the pool), prompt_tokens, hit_tokens, hit_rate
-                     (all of admitted requests), allocated_blocks (new blocks, hits not counted), evicted_blocks (blocks
-                     that lost a hash by reuse), peak_blocks_in_use, rejected (requests larger than the pool), queued
-                     (requests that had to wait), mean_queue_ms (mean wait of those; 0 if there are none)
+    implementations  by name: seconds and ns_per_prompt_block (time in the manager or pool), prompt_tokens, hit_tokens,
+                     hit_rate (all of admitted requests), allocated_blocks (new blocks, hits not counted),
+                     evicted_blocks (blocks that lost a hash by reuse), peak_blocks_in_use, rejected (requests larger
+                     than the pool), queued (requests that had to wait), mean_queue_ms (mean wait of those; 0 if there
+                     are none)
     ratios           "slower/faster" pairs against the first implementation: "vllm/native": 20.0 means that native takes
                      a twentieth of vLLM's time
+    over             only if asked for the pool alone: "pool"
     curve            only if asked for: a list of {num_blocks, hit_rate, belady_hit_rate, unbounded_hit_rate, rejected}
 """
 
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import KvpoolError
+from kvpool.replay.drivers import LAYERS
 from kvpool.replay.policies import CurvePoint
 from kvpool.replay.simulator import ReplayResult, ReplaySettings, Timeline
 from kvpool.replay.trace import Trace
@@ -65,6 +68,8 @@ class Report:
             "implementations": {result.implementation: _result_json(result) for result in self.results},
             "ratios": self.ratios(),
         }
+        if self.settings.over != LAYERS[0]:
+            document["over"] = self.settings.over
         if self.curve:
             document["curve"] = [asdict(point) for point in self.curve]
         return document
@@ -95,7 +100,7 @@ def results_table(report: Report) -> Table:
     for result in report.results:
         table.add_column(result.implementation, justify="right")
     rows = {
-        "time in the pool (s)": [f"{result.seconds:.3f}" for result in report.results],
+        f"time in the {report.settings.over} (s)": [f"{result.seconds:.3f}" for result in report.results],
         "ns per prompt block": [f"{result.ns_per_prompt_block:,.1f}" for result in report.results],
         "prompt tokens": [f"{result.prompt_tokens:,}" for result in report.results],
         "hit tokens": [f"{result.hit_tokens:,}" for result in report.results],

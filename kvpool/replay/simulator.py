@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a serving engine's use of its block pool.
+"""Discrete-event simulation of a serving engine's use of its KV cache.
 
 A request needs blocks for prompt and output at admission, cache hits included. Admission is first come first served:
 the request at the head of the queue holds up the rest until finished requests have freed enough. Its full prompt
@@ -24,9 +24,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvpool.errors import InvalidArgumentError, KvpoolError
-from kvpool.replay.drivers import Blocks, Driver
+from kvpool.replay.driver import Driver
+from kvpool.replay.drivers import LAYERS
 from kvpool.replay.trace import Trace, TraceRequest, block_hashes
 
 DEFAULT_PREFILL_RATE = 20_000.0
@@ -43,12 +45,13 @@ class ReplayMismatchError(KvpoolError):
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
     """num_blocks: pool size, null block included. block_size: tokens. prefill_rate: tokens/s. tpot_ms: ms per output
-    token. Raises InvalidArgumentError for values out of range."""
+    token. over: what is driven, one of LAYERS. Raises InvalidArgumentError for values out of range."""
 
     num_blocks: int
     block_size: int = 16
     prefill_rate: float = DEFAULT_PREFILL_RATE
     tpot_ms: float = DEFAULT_TPOT_MS
+    over: str = LAYERS[0]
 
     def __post_init__(self) -> None:
         if self.num_blocks < MIN_NUM_BLOCKS:
@@ -59,6 +62,8 @@ class ReplaySettings:
             raise InvalidArgumentError(f"prefill rate must be finite and above 0, not {self.prefill_rate}")
         if not (math.isfinite(self.tpot_ms) and self.tpot_ms >= 0):
             raise InvalidArgumentError(f"time per output token must be finite and not negative, not {self.tpot_ms}")
+        if self.over not in LAYERS:
+            raise InvalidArgumentError(f"a replay runs over {' or '.join(LAYERS)}, not {self.over!r}")
 
     @property
     def num_usable_blocks(self) -> int:
@@ -97,9 +102,9 @@ class Admissions:
 class ReplayResult:
     """Outcome of one run. Counts of blocks and tokens are of admitted requests.
 
-    manager_ns: time in the pool, ns. prompt_blocks: full blocks of the prompts. allocated_blocks: new blocks taken,
-    hits not counted. evicted_blocks: blocks that lost a hash by reuse. rejected: requests larger than the pool.
-    queued: requests that had to wait. total_queue_ms: the sum of their waits.
+    manager_ns: time in the manager or pool, ns. prompt_blocks: full blocks of the prompts. allocated_blocks: new
+    blocks taken, hits not counted. evicted_blocks: blocks that lost a hash by reuse. rejected: requests larger than the
+    pool. queued: requests that had to wait. total_queue_ms: the sum of their waits.
     """
 
     implementation: str
@@ -135,7 +140,7 @@ class ReplayResult:
 
 
 def simulate(
-    trace: Trace, driver: Driver, settings: ReplaySettings, on_progress: Callable[[int], None] | None = None
+    trace: Trace, driver: Driver[Any], settings: ReplaySettings, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
     """Replays `trace` over the driver's pool, which must be new and of `settings.num_blocks` blocks.
 
@@ -157,14 +162,14 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, driver: Driver, settings: ReplaySettings) -> None:
+    def __init__(self, trace: Trace, driver: Driver[Any], settings: ReplaySettings) -> None:
         self._trace = trace
         self._driver = driver
         self._settings = settings
         self._result = ReplayResult(driver.name)
         self._queue: deque[TraceRequest] = deque()
-        self._head_hashes: list[bytes] | None = None  # of the request at the head of the queue, once looked up
-        self._running: list[tuple[float, int, Blocks]] = []  # heap of (finish time, order of admission, table)
+        self._head: Any = None  # the driver's form of the request at the head of the queue, once looked up
+        self._running: list[tuple[float, int, Any]] = []  # heap of (finish time, order of admission, driver's form)
 
     def run(self, on_progress: Callable[[int], None] | None) -> ReplayResult:
         for index, request in enumerate(self._trace.requests):
@@ -202,38 +207,32 @@ class _Simulation:
             self._result.total_queue_ms += now - request.timestamp_ms
 
     def _admit(self, request: TraceRequest, now: float) -> bool:
-        driver, block_size = self._driver, self._settings.block_size
-        hashes = self._head_hashes
-        if hashes is None:
-            hashes = block_hashes(request, block_size, self._trace.trace_block_size)
-        hits = driver.find_prefix(hashes, request.max_hit_blocks(block_size))
-        num_blocks = request.num_blocks_needed(block_size)
-        if not self._fits(num_blocks, hits):
-            self._head_hashes = hashes
+        driver = self._driver
+        served = self._head
+        if served is None:
+            hashes = block_hashes(request, self._settings.block_size, self._trace.trace_block_size)
+            served = driver.prepare(request, hashes)
+        num_hits = driver.find_prefix(served)
+        if not driver.admit(served):
+            self._head = served
             return False
-        self._head_hashes = None
-        table = driver.admit(hits, hashes, num_blocks)
-        finish_ms = now + self._settings.service_ms(request, len(hits))
-        heapq.heappush(self._running, (finish_ms, len(self._result.admissions.lines), table))
-        self._record_admission(request, len(hits), len(hashes), table)
+        self._head = None
+        finish_ms = now + self._settings.service_ms(request, num_hits)
+        heapq.heappush(self._running, (finish_ms, len(self._result.admissions.lines), served))
+        self._record_admission(request, num_hits, served)
         return True
 
-    def _fits(self, num_blocks: int, hits: Blocks) -> bool:
-        num_free = self._driver.num_free_blocks()
-        if num_blocks <= num_free:
-            return True
-        return num_blocks - len(hits) + self._driver.num_free_hits(hits) <= num_free
-
-    def _record_admission(self, request: TraceRequest, num_hits: int, num_prompt_blocks: int, table: Blocks) -> None:
+    def _record_admission(self, request: TraceRequest, num_hits: int, served: Any) -> None:
         result = self._result
+        block_ids = self._driver.block_ids(served)
         result.prompt_tokens += request.input_length
         result.hit_tokens += num_hits * self._settings.block_size
-        result.prompt_blocks += num_prompt_blocks
-        result.allocated_blocks += len(table) - num_hits
+        result.prompt_blocks += request.num_full_prompt_blocks(self._settings.block_size)
+        result.allocated_blocks += len(block_ids) - num_hits
         result.peak_blocks_in_use = max(result.peak_blocks_in_use, self._num_blocks_in_use())
         result.admissions.lines.append(request.line)
         result.admissions.hit_blocks.append(num_hits)
-        result.admissions.block_id_crcs.append(zlib.crc32(self._driver.block_ids(table).data))
+        result.admissions.block_id_crcs.append(zlib.crc32(block_ids.data))
 
     def _num_blocks_in_use(self) -> int:
         return self._settings.num_usable_blocks - self._driver.num_free_blocks()
