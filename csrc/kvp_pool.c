@@ -248,6 +248,11 @@ kvp_status_t kvp_pool_touch(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp
     }
     for (int64_t i = 0; i < n; i++) {
         const int32_t id = ids[i];
+        if (i + LOOK_AHEAD < n) {
+            const kvp_link_t link = list->links[ids[i + LOOK_AHEAD]];
+            kvp_prefetch(&list->links[link.prev > 0 ? link.prev : 0]);
+            kvp_prefetch(&list->links[link.next > 0 ? link.next : 0]);
+        }
         if (id == KVP_NULL_BLOCK) {
             continue;
         }

@@ -29,6 +29,19 @@ from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError,
 
 logger = logging.getLogger("kvpool")
 
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define kvpool_prefetch(address) __builtin_prefetch(address)
+    #else
+    #define kvpool_prefetch(address) ((void)(address))
+    #endif
+    """
+    void prefetch "kvpool_prefetch"(const void *address)
+
+cdef enum:
+    LOOK_AHEAD = 8
+
 cdef int too_few_blocks(int32_t n) except -1:
     raise NoFreeBlocksError(f"Cannot get {n} free blocks from the pool")
 
@@ -95,7 +108,11 @@ cdef class BlockAllocator:
     cdef int own_ids(self, list blocks, int32_t *ids, str call) except -1:
         """Ids of blocks that must all be this pool's own."""
         cdef Py_ssize_t i
-        for i in range(PyList_GET_SIZE(blocks)):
+        cdef Py_ssize_t n = PyList_GET_SIZE(blocks)
+        for i in range(n):
+            # Views lie anywhere in memory: those ahead are on their way while one is read.
+            if i + LOOK_AHEAD < n:
+                prefetch(PyList_GET_ITEM(blocks, i + LOOK_AHEAD))
             ids[i] = node_in(self.home, PyList_GET_ITEM(blocks, i))
             if ids[i] < 0:
                 self.refuse(blocks[i], i, call)
