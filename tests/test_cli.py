@@ -304,10 +304,20 @@ def test_too_little_memory_is_one_line(trace, monkeypatch):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_a_signal_ends_a_long_replay_cleanly():
     command = [sys.executable, "-u", "-m", "kvpool.cli", "replay", "--limit", "30000", "--curve"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("SYNTHETIC")
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+    # What runs the tests may have turned the signal off, which a child would inherit.
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    ) as process:
+        try:
+            assert process.stdout.readline().startswith("SYNTHETIC")
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
