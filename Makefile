@@ -85,10 +85,12 @@ test-debug: sdist
 	$(call install_leg,debug,KVPOOL_DEBUG=1)
 	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not timing'
 
-# The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns.
+# The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns. Without libstdc++ the
+# sanitizer stops at the first C++ exception of any other extension.
 test-sanitize: sdist
 	$(call install_leg,sanitize,KVPOOL_SANITIZE=1 KVPOOL_DEBUG=1)
-	$(call LEG_PYTEST,sanitize) LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) PYTHONMALLOC=malloc \
+	$(call LEG_PYTEST,sanitize) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
+	  PYTHONMALLOC=malloc \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m 'not slow and not timing'
 
 test-pure: $(VENV)/.installed
