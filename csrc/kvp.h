@@ -16,9 +16,9 @@
  *   I2  a block outside the free list has prev == next == KVP_POISON
  *   I3  queued(b)  =>  ref_cnt[b] == 0
  *   I4  num_free + #{ref_cnt > 0} + num_detached == num_blocks - 1
- *   I5  the null block: ref_cnt 0, not queued, no entries
- *   I6  every occupied slot names the first entry of a ring of entries with an equal key, and the slot of a key is
- *       reachable from its home by linear probing without a gap
+ *   I5  the null block: ref_cnt 0, not queued, no entries (unless null_takes_hashes)
+ *   I6  every occupied slot names the first entry of a ring of entries with an equal key; no slot is empty from the
+ *       home of a key to its slot, and the slots of a run are in the order of their homes
  *   I7  an entry is in exactly one ring  <=>  its IN_MAP flag is set; rings hold entries in insertion order
  *   I8  has_hash[b] tells which of primary and secondary entries block b has; a block is in a ring at most once
  *   I9  num_keys == #occupied slots; num_entries == #entries in rings; unused extra entries are on the unused list
@@ -100,7 +100,7 @@ int32_t kvp_free_list_before(const kvp_free_list_t *list, int32_t node);
 /* I1 and I2; on failure the reason is written to `reason`. O(capacity). */
 kvp_status_t kvp_free_list_check(const kvp_free_list_t *list, char *reason, size_t size);
 
-/* ---- prefix map: key -> blocks, open addressing over 8-byte slots, linear probing, backward-shift deletion ---- */
+/* ---- prefix map: key -> blocks, Robin Hood probing over 8-byte slots, backward-shift deletion ---- */
 
 typedef struct {
     const uint8_t *digest;
@@ -184,6 +184,7 @@ typedef struct {
     int64_t num_evicted; /* blocks that lost a hash by reuse, since creation */
     bool enable_caching;
     bool uncached_first;
+    bool null_takes_hashes; /* one by one and by hand only: a batch passes the null block over */
 } kvp_pool_t;
 
 typedef enum {
@@ -223,6 +224,8 @@ kvp_status_t kvp_pool_attach(kvp_pool_t *pool, const int32_t *ids, int64_t n, kv
 
 /* Ids of the first inserted blocks of keys[0], keys[1] ... up to the first miss; returns how many. */
 int64_t kvp_pool_find_prefix(const kvp_pool_t *pool, const kvp_key_t *keys, int64_t n, int32_t *out);
+/* Whether a lookup by this key finds the block, among others perhaps. */
+bool kvp_pool_is_reachable(const kvp_pool_t *pool, const kvp_key_t *key, int32_t id);
 /* Makes ids[i] reachable under keys[i] as its primary hash; covers first_tokens + i * step_tokens tokens, or
  * KVP_TOKENS_UNKNOWN when step_tokens is 0. Null blocks and KVP_NONE are skipped. */
 kvp_status_t kvp_pool_cache(kvp_pool_t *pool, const kvp_key_t *keys, const int32_t *ids, int64_t n,

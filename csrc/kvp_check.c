@@ -44,23 +44,23 @@ kvp_status_t kvp_free_list_check(const kvp_free_list_t *list, char *reason, size
     return KVP_OK;
 }
 
-/* The slot must be found from the entry's home without meeting an empty one. */
-static bool is_reachable(const kvp_map_t *map, uint32_t slot) {
-    uint32_t at = (uint32_t)(((uint64_t)map->slots[slot].tag * map->num_slots) >> 32);
-    while (at != slot) {
-        if (map->slots[at].entry == 0) {
-            return false;
-        }
-        at = at + 1 == map->num_slots ? 0 : at + 1;
-    }
-    return true;
+static uint32_t distance_from_home(const kvp_map_t *map, uint32_t slot) {
+    const uint32_t home = (uint32_t)(((uint64_t)map->slots[slot].tag * map->num_slots) >> 32);
+    return slot >= home ? slot - home : slot + map->num_slots - home;
+}
+
+/* Away from home, the slot before is taken, and by one that is at most one place closer to its own home: from slot to
+ * slot that makes the order of homes, and a run without a gap from home to here. */
+static bool is_in_order(const kvp_map_t *map, uint32_t slot) {
+    const uint32_t distance = distance_from_home(map, slot), before = (slot == 0 ? map->num_slots : slot) - 1;
+    return distance == 0 || (map->slots[before].entry != 0 && distance_from_home(map, before) + 1 >= distance);
 }
 
 static kvp_status_t check_ring(const kvp_map_t *map, uint32_t slot, int32_t *num_entries, char *reason, size_t size) {
     const int32_t first = map->slots[slot].entry - 1;
     const kvp_entry_t *const head = kvp_map_entry(map, first);
     const kvp_key_t key = {(const uint8_t *)head->digest, head->digest_len, head->group_id};
-    if (head->tag != map->slots[slot].tag || head->tag != kvpi_key_tag(map, &key) || !is_reachable(map, slot)) {
+    if (head->tag != map->slots[slot].tag || head->tag != kvpi_key_tag(map, &key) || !is_in_order(map, slot)) {
         FAIL("I6: slot %u can't be found from the home of its key", slot);
     }
     if (kvp_map_find(map, &key) != first) {
@@ -158,7 +158,7 @@ kvp_status_t kvp_pool_check(const kvp_pool_t *pool, char *reason, size_t size) {
              pool->num_blocks - 1);
     }
     if (pool->ref_cnt[KVP_NULL_BLOCK] != 0 || kvp_free_list_is_queued(&pool->free_list, KVP_NULL_BLOCK) ||
-        pool->map.has_hash[KVP_NULL_BLOCK] != 0) {
+        (pool->map.has_hash[KVP_NULL_BLOCK] != 0 && !pool->null_takes_hashes)) {
         FAIL("I5: the null block is in use, queued or cached");
     }
     if (in_map != pool->map.num_entries) {

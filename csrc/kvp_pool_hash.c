@@ -32,6 +32,13 @@ int64_t kvp_pool_find_prefix(const kvp_pool_t *pool, const kvp_key_t *keys, int6
     return n;
 }
 
+/* The primary is where a hash mostly is: one load, where the map takes a probe. */
+bool kvp_pool_is_reachable(const kvp_pool_t *pool, const kvp_key_t *key, int32_t id) {
+    const kvp_entry_t *const primary = &pool->map.primary[id];
+    return ((primary->flags & KVP_ENTRY_IN_MAP) != 0 && kvpi_key_equals(primary, key)) ||
+           kvp_map_find_block(&pool->map, key, id) != KVP_NONE;
+}
+
 int32_t kvp_pool_primary(const kvp_pool_t *pool, int32_t id) {
     return (pool->map.has_hash[id] & KVP_HAS_PRIMARY) != 0 ? id : KVP_NONE;
 }
@@ -135,7 +142,7 @@ static kvp_status_t check_key(const kvp_pool_t *pool, const kvp_key_t *key, int3
     if ((uint32_t)id >= (uint32_t)pool->num_blocks) {
         return KVP_ERR_BLOCK_ID;
     }
-    if (id == KVP_NULL_BLOCK) {
+    if (id == KVP_NULL_BLOCK && !pool->null_takes_hashes) {
         return KVP_ERR_NULL_BLOCK;
     }
     return key->digest_len > KVP_DIGEST_BYTES ? KVP_ERR_DIGEST_LENGTH : KVP_OK;
