@@ -10,14 +10,21 @@ import sys
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("KVPOOL_DEBUG") == "1"
 SANITIZE = os.environ.get("KVPOOL_SANITIZE") == "1"
 
-SOURCES = [f"csrc/kvp_{name}.c" for name in ("free_list", "prefix_map", "pool", "pool_hash", "block_hash", "check")]
-HEADERS = ["csrc/kvp.h", "csrc/kvp_block_hash.h", "csrc/kvp_internal.h", "kvpool/_lock.h"]
+SOURCES = [
+    f"csrc/kvp_{name}.c"
+    for name in ("free_list", "prefix_map", "pool", "pool_hash", "block_hash", "check")
+]
+HEADERS = [
+    *("csrc/kvp.h", "csrc/kvp_block_hash.h", "csrc/kvp_internal.h"),
+    "kvpool/_lock.h",
+]
 MODULES = [
-    *("_batch", "_block", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"),
+    *("_batch", "_block", "_block_sequence", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"),
     *("_hash", "_request", "_manager"),
 ]
 
@@ -34,12 +41,30 @@ if SANITIZE:
     link_flags += ["-fsanitize=address,undefined"]
 macros.append(("KVPOOL_BUILD_FLAGS", '"' + " ".join(flags) + '"'))
 
+# Compiled once, linked into each module: state lies in what it allocates, never in the library.
+core = {
+    "sources": SOURCES,
+    "obj_deps": {"": [*HEADERS, "setup.py"]},
+    "include_dirs": ["csrc"],
+    "macros": macros,
+    "cflags": flags,
+}
+
+
+class BuildExtensions(build_ext):
+    """Has the C core built first; ``build_ext --inplace`` alone would not."""
+
+    def run(self):
+        self.run_command("build_clib")
+        super().run()
+
+
 extensions = [
     Extension(
-        f"kvpool.{module}",
-        [f"kvpool/{module}.pyx", *SOURCES],
+        f"kvpool.{module.replace('/', '.')}",
+        [f"kvpool/{module}.pyx"],
         include_dirs=["csrc", "kvpool", numpy.get_include()],
-        depends=HEADERS,
+        depends=[*HEADERS, *SOURCES],
         define_macros=macros,
         extra_compile_args=flags,
         extra_link_args=link_flags,
@@ -47,4 +72,8 @@ extensions = [
     for module in MODULES
 ]
 
-setup(ext_modules=cythonize(extensions, build_dir="build/cython", show_all_warnings=False))
+setup(
+    libraries=[("kvp", core)],
+    ext_modules=cythonize(extensions, build_dir="build/cython", show_all_warnings=False),
+    cmdclass={"build_ext": BuildExtensions},
+)

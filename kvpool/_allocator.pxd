@@ -24,6 +24,8 @@ cdef class BlockAllocator:
     cdef readonly object cached_block_hash_to_block
     cdef readonly object cached_block_hashes_by_block
     cdef readonly object stats
+    cdef bint takes_hand_made   # an engine's own code and tests give it blocks that no pool made
+    cdef object hand_made       # stand-alone map of those that were cached; mostly None
     cdef object __weakref__
     cdef BlockHome the_home(self)
     cdef int own_ids(self, list blocks, int32_t *ids, str call) except -1

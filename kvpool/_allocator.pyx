@@ -17,6 +17,7 @@ from kvpool._kvp cimport (
     kvp_placement_t, kvp_pool_allocate, kvp_pool_can_free, kvp_pool_check, kvp_pool_create, kvp_pool_free,
     kvp_pool_nbytes, kvp_pool_num_evictable, kvp_pool_take, kvp_pool_touch, kvp_status_t,
 )
+from kvpool._block_sequence cimport new_sequence
 from kvpool._map cimport map_of_home, probing_secret
 from kvpool._queue cimport queue_of_home
 
@@ -55,6 +56,11 @@ cdef int fill_list(list blocks, BlockHome home, const int32_t *ids, int32_t n) e
         incref(view)
         set_item(blocks, i, view)
     return 0
+
+
+cdef bint is_idle_hand_made(object item) except -1:
+    """A block that no pool made and that nobody uses: to free it changes nothing."""
+    return type(item) is KVCacheBlock and (<_KVCacheBlock>item).hand_made is not None and item.ref_cnt == 0
 
 
 cdef class BlockAllocator:
@@ -96,12 +102,22 @@ cdef class BlockAllocator:
         self.stats = PoolStats(home)
         self.null_block = handle_of(home, KVP_NULL_BLOCK)
         self.free_block_queue = queue_of_home(home)
-        self.cached_block_hash_to_block = map_of_home(home)
+        self.cached_block_hash_to_block = map_of_home(home, None)
+
+    def _accept_by_hand(self):
+        """From now on the pool bears what vLLM's code and tests do by hand: the null block can be given a hash, blocks
+        that no pool made can be cached and (while nobody uses them) freed. None of them ever joins the free list."""
+        self.the_home().pool.null_takes_hashes = True
+        self.takes_hand_made = True
 
     cdef BlockHome the_home(self):
         if self.home is None:
             raise BlockStateError("this pool was never initialised")
         return self.home
+
+    def new_block_table(self):
+        """An empty block table: a ``BlockSequence`` of this pool, which a request's blocks are kept in."""
+        return new_sequence(self.the_home(), 0)
 
     # ---- blocks of a batch ----
 
@@ -232,6 +248,8 @@ cdef class BlockAllocator:
                 shares.setdefault(id(pool), (pool, []))[1].append(item)
             elif self.on_invalid_free == "warn" and type(item) is KVCacheBlock:
                 homeless.append(i)
+            elif self.takes_hand_made and is_idle_hand_made(item):
+                continue
             else:
                 self.refuse(item, i, "free_blocks")
         for pool, share in shares.values():

@@ -24,6 +24,7 @@ cdef int32_t *data_of(object array) noexcept
 cdef Py_ssize_t size_of(object array) noexcept
 cdef bint is_plain_ids(object ids) noexcept
 cdef IdBuffer open_buffer(object ids, bint writable)
+cdef IdBuffer read_ids(object ids, const int32_t **data, Py_ssize_t *length)
 
 cdef inline int32_t *ids_of_size(Py_ssize_t n, int32_t *small) except NULL:
     return small if n <= SMALL else large_ids(n)

@@ -86,3 +86,14 @@ cdef IdBuffer open_buffer(object ids, bint writable):
     buffer.data = <int32_t *>buffer.view.buf
     buffer.length = buffer.view.len // 4
     return buffer
+
+
+cdef IdBuffer read_ids(object ids, const int32_t **data, Py_ssize_t *length):
+    """Where a caller's int32 array lies, and what has to be kept while it is read (None for a plain numpy array)."""
+    cdef IdBuffer buffer = None
+    if is_plain_ids(ids):
+        data[0], length[0] = data_of(ids), size_of(ids)
+    else:
+        buffer = open_buffer(ids, False)
+        data[0], length[0] = buffer.data, buffer.length
+    return buffer

@@ -40,7 +40,7 @@ cdef class HandleTable:
 
 cdef class HandMade:
     cdef int64_t ref_cnt
-    cdef bytes block_hash
+    cdef object block_hash
     cdef object num_tokens
     cdef bint is_null
 

@@ -243,7 +243,7 @@ cdef class KVCacheBlock:
     def __cinit__(self):
         self.node = KVP_NONE
 
-    def __init__(self, block_id, ref_cnt=0, *, bint is_null=False):
+    def __init__(self, block_id, ref_cnt=0, *, bint is_null=False, _block_hash=None, _block_hash_num_tokens=None):
         if self.home is not None or self.hand_made is not None:
             raise BlockStateError(f"block {self.block_id} is initialised already")
         cdef HandMade state = HandMade.__new__(HandMade)
@@ -253,6 +253,7 @@ cdef class KVCacheBlock:
             raise InvalidArgumentError(f"ref_cnt {ref_cnt} is negative")
         state.ref_cnt = ref_cnt
         state.is_null = is_null
+        state.block_hash, state.num_tokens = _block_hash, _block_hash_num_tokens
         self.block_id = block_id
         self.hand_made = state
 

@@ -11,8 +11,7 @@ from libc.string cimport memcpy
 
 from kvpool._allocator cimport too_few_blocks
 from kvpool._batch cimport (
-    SMALL, IdBuffer, data_of, ids_of_size, is_plain_ids, keys_of_size, new_ids, open_buffer, parse_count,
-    release_batch, size_of,
+    SMALL, IdBuffer, data_of, ids_of_size, keys_of_size, new_ids, open_buffer, parse_count, read_ids, release_batch,
 )
 from kvpool._block cimport (
     BlockHome, handle_of, kvpool_lock_acquire, kvpool_lock_release, parse_digest, parse_group, raise_status,
@@ -105,11 +104,7 @@ cdef class BlockPoolBase(PrefixCache):
         cdef Py_ssize_t n
         cdef kvp_fault_t fault
         cdef kvp_status_t status
-        if is_plain_ids(ids):
-            data, n = data_of(ids), size_of(ids)
-        else:
-            buffer = open_buffer(ids, False)
-            data, n = buffer.data, buffer.length
+        buffer = read_ids(ids, &data, &n)
         kvpool_lock_acquire(&home.lock)
         status = kvp_pool_free(home.pool, data, n, KVP_PLACE_HEAD if prepend else KVP_PLACE_BY_HASH, &fault)
         kvpool_lock_release(&home.lock)
@@ -132,11 +127,7 @@ cdef class BlockPoolBase(PrefixCache):
         cdef IdBuffer buffer
         cdef const int32_t *data
         cdef Py_ssize_t i, n
-        if is_plain_ids(ids):
-            data, n = data_of(ids), size_of(ids)
-        else:
-            buffer = open_buffer(ids, False)
-            data, n = buffer.data, buffer.length
+        buffer = read_ids(ids, &data, &n)
         self.touch_nodes(data, n, "touch_ids")
         if self.metrics_collector is not None:
             for i in range(n):
@@ -195,11 +186,7 @@ cdef class BlockPoolBase(PrefixCache):
         cdef IdBuffer buffer
         cdef const int32_t *data
         cdef Py_ssize_t i, n
-        if is_plain_ids(ids):
-            data, n = data_of(ids), size_of(ids)
-        else:
-            buffer = open_buffer(ids, False)
-            data, n = buffer.data, buffer.length
+        buffer = read_ids(ids, &data, &n)
         if n != PyList_GET_SIZE(hashes):
             raise InvalidArgumentError(f"{len(hashes)} block hashes for {n} ids")
         cdef kvp_key_t few[SMALL]

@@ -85,6 +85,7 @@ cdef extern from "kvp.h" nogil:
         int32_t num_blocks
         int64_t num_evicted
         bint enable_caching
+        bint null_takes_hashes
 
     ctypedef enum kvp_placement_t:
         KVP_PLACE_BY_HASH
@@ -110,6 +111,7 @@ cdef extern from "kvp.h" nogil:
     kvp_status_t kvp_pool_detach(kvp_pool_t *pool, int32_t id)
     kvp_status_t kvp_pool_attach(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where,
                                  kvp_fault_t *fault)
+    bint kvp_pool_is_reachable(const kvp_pool_t *pool, const kvp_key_t *key, int32_t id)
     int64_t kvp_pool_find_prefix(const kvp_pool_t *pool, const kvp_key_t *keys, int64_t n, int32_t *out)
     kvp_status_t kvp_pool_cache(kvp_pool_t *pool, const kvp_key_t *keys, const int32_t *ids, int64_t n,
                                 int32_t first_tokens, int32_t step_tokens, kvp_cache_mode_t mode, kvp_fault_t *fault)

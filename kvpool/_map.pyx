@@ -6,17 +6,18 @@ from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvpool._block cimport (
-    BlockHome, KVCacheBlock, handle_of, kvpool_lock_acquire, kvpool_lock_release, kvpool_lock_t, parse_key,
-    raise_status,
+    BlockHome, KVCacheBlock, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release, kvpool_lock_t,
+    parse_key, raise_status,
 )
 from kvpool._kvp cimport (
-    KVP_NONE, KVP_SECRET_WORDS, kvp_fault_t, kvp_key_t, kvp_map_add, kvp_map_create, kvp_map_destroy,
+    KVP_ENTRY_IN_MAP, KVP_NONE, KVP_SECRET_WORDS, kvp_fault_t, kvp_key_t, kvp_map_add, kvp_map_create, kvp_map_destroy,
     kvp_map_discard, kvp_map_entry, kvp_map_find, kvp_map_find_block, kvp_map_t, kvp_pool_insert_key,
-    kvp_pool_remove_key, kvp_status_t,
+    kvp_pool_next_secondary, kvp_pool_primary, kvp_pool_remove_key, kvp_status_t,
 )
 
 import os
 
+from kvpool._map_entries import MapEntries
 from kvpool.errors import BlockStateError
 
 cdef uint64_t SECRET[KVP_SECRET_WORDS]
@@ -54,6 +55,7 @@ cdef class BlockHashToBlockMap:
     cdef bint owns_map
     cdef kvpool_lock_t lock
     cdef dict blocks        # stand-alone: entry -> block
+    cdef BlockHashToBlockMap hand_made  # a pool's map: hand-made blocks that its engine had cached; mostly None
 
     def __init__(self):
         if self.map is not NULL:
@@ -81,7 +83,7 @@ cdef class BlockHashToBlockMap:
         cdef int32_t block_id = kvp_map_entry(self.map, entry).block_id if entry != KVP_NONE else KVP_NONE
         kvpool_lock_release(lock)
         if entry == KVP_NONE:
-            return None
+            return None if self.hand_made is None else self.hand_made.get_one_block(key)
         return self.blocks[entry] if self.owns_map else handle_of(self.home, block_id)
 
     def contain(self, key, block_id):
@@ -93,7 +95,7 @@ cdef class BlockHashToBlockMap:
         kvpool_lock_acquire(lock)
         cdef int32_t entry = kvp_map_find_block(self.map, &parsed, wanted)
         kvpool_lock_release(lock)
-        return entry != KVP_NONE
+        return entry != KVP_NONE or (self.hand_made is not None and self.hand_made.contain(key, block_id))
 
     def insert(self, key, block):
         """Makes the block reachable under the key, after the blocks that are; no-op if it is one of them."""
@@ -136,18 +138,82 @@ cdef class BlockHashToBlockMap:
         kvpool_lock_acquire(lock)
         cdef bint removed = kvp_pool_remove_key(self.home.pool, &parsed, wanted)
         kvpool_lock_release(lock)
-        return handle_of(self.home, wanted) if removed else None
+        if removed:
+            return handle_of(self.home, wanted)
+        return None if self.hand_made is None else self.hand_made.pop(key, block_id)
 
     def __len__(self):
         self.the_lock()
-        return self.map.num_keys
+        return self.map.num_keys + (0 if self.hand_made is None else len(self.hand_made))
+
+    # ---- all of it, for MapEntries ----
+
+    @property
+    def _cache(self):
+        """The map as vLLM's private dict shows it; changes go to the map."""
+        self.the_lock()
+        return MapEntries(self)
+
+    def _blocks_of(self, key):
+        """The key's blocks in insertion order."""
+        cdef kvp_key_t parsed
+        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef list nodes = []
+        parse_key(key, &parsed)
+        kvpool_lock_acquire(lock)
+        cdef int32_t first = kvp_map_find(self.map, &parsed)
+        cdef int32_t entry = first
+        while entry != KVP_NONE:
+            nodes.append(entry if self.owns_map else kvp_map_entry(self.map, entry).block_id)
+            entry = kvp_map_entry(self.map, entry).next_same_key
+            if entry == first:
+                break
+        kvpool_lock_release(lock)
+        if self.owns_map:
+            return [self.blocks[node] for node in nodes]
+        return [handle_of(self.home, node) for node in nodes] + (
+            [] if self.hand_made is None else self.hand_made._blocks_of(key))
+
+    def _keys(self):
+        """All keys: of a stand-alone map in insertion order, else in the order of their first blocks. O(blocks)."""
+        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef list keys = []
+        cdef int32_t node, entry
+        kvpool_lock_acquire(lock)
+        if self.owns_map:
+            for entry in self.blocks:
+                self.add_if_first(keys, entry)
+        else:
+            for node in range(self.home.pool.num_blocks):
+                if self.map.has_hash[node] == 0:
+                    continue
+                entry = kvp_pool_primary(self.home.pool, node)
+                if entry != KVP_NONE and kvp_map_entry(self.map, entry).flags & KVP_ENTRY_IN_MAP:
+                    self.add_if_first(keys, entry)
+                entry = kvp_pool_next_secondary(self.home.pool, node, KVP_NONE)
+                while entry != KVP_NONE:
+                    self.add_if_first(keys, entry)
+                    entry = kvp_pool_next_secondary(self.home.pool, node, entry)
+        kvpool_lock_release(lock)
+        return keys if self.hand_made is None else list(dict.fromkeys(keys + self.hand_made._keys()))
+
+    cdef int add_if_first(self, list keys, int32_t entry) except -1:
+        cdef kvp_key_t parsed
+        cdef bytes key = key_bytes(kvp_map_entry(self.map, entry))
+        parse_key(key, &parsed)
+        if kvp_map_find(self.map, &parsed) == entry:
+            keys.append(key)
+        return 0
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a BlockHashToBlockMap is a view of native state: it can't be pickled or copied")
 
 
-cdef object map_of_home(BlockHome home):
+cdef object map_of_home(BlockHome home, object hand_made):
+    """A new view of a pool's map. Lookups go on in ``hand_made``, a stand-alone map or None, where the pool has no block
+    of its own."""
     cdef BlockHashToBlockMap view = BlockHashToBlockMap.__new__(BlockHashToBlockMap)
+    view.hand_made = hand_made
     view.home = home
     view.map = &home.pool.map
     return view

@@ -6,7 +6,8 @@ a request that cannot be described leaves the pool as it was; they are queued af
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpool.block_hash import (
@@ -29,7 +30,6 @@ from kvpool.events import (
     ExternalBlockHash,
     KVCacheEvent,
     external_block_hash_converter,
-    to_external_block_hash,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +41,31 @@ else:
     _Base = object
 
 
+@dataclass(frozen=True)
+class EventFormat:
+    """What a pool makes its events of; an engine puts its own classes and functions in the place of kvpool's.
+
+    Attributes:
+        stored, removed, cleared: makers of the three events, called with the fields of kvpool's classes as keywords.
+        hash_converter: called once per event or loop; returns what turns a digest into what events publish.
+        has_extra_keys: whether any block of a request can have extra keys.
+        extra_keys: as ``generate_block_hash_extra_keys``.
+        to_event_extra_keys: extra keys as events publish them.
+    """
+
+    stored: Callable[..., Any] = BlockStored
+    removed: Callable[..., Any] = BlockRemoved
+    cleared: Callable[[], Any] = AllBlocksCleared
+    hash_converter: Callable[[], Callable[[bytes], ExternalBlockHash]] = external_block_hash_converter
+    has_extra_keys: Callable[[Any], bool] = has_extra_keys
+    extra_keys: Callable[[Any, int, int, int], tuple[ExtraKeys, int]] = generate_block_hash_extra_keys
+    to_event_extra_keys: Callable[[list[ExtraKeys]], list[ExtraKeys] | None] = to_event_extra_keys
+
+
 class PoolEvents(_Base):
     """Part of ``PoolOperations``, which documents the options."""
+
+    event_format = EventFormat()
 
     dedup_events: bool
     dense_events: bool
@@ -59,12 +82,15 @@ class PoolEvents(_Base):
 
     def _queue_event(self, event: KVCacheEvent) -> None:
         if self.max_queued_events is not None and len(self.kv_event_queue) >= self.max_queued_events:
-            if not isinstance(event, AllBlocksCleared):
-                self.dropped_events += 1
-                return
+            self.dropped_events += 1
+            return
+        self.kv_event_queue.append(event)
+
+    def _queue_all_blocks_cleared(self) -> None:
+        if self.max_queued_events is not None and len(self.kv_event_queue) >= self.max_queued_events:
             self.dropped_events += len(self.kv_event_queue)
             self.kv_event_queue.clear()
-        self.kv_event_queue.append(event)
+        self.kv_event_queue.append(self.event_format.cleared())
 
     def _is_cached(self, key: BlockHashWithGroupId) -> bool:
         return self.cached_block_hash_to_block.get_one_block(key) is not None
@@ -73,11 +99,13 @@ class PoolEvents(_Base):
         """One BlockRemoved per key that no longer leads to a block (``dedup_events``: to any block)."""
         if not self.enable_kv_cache_events:
             return
+        to_external = self.event_format.hash_converter()
+        make_event = self.event_format.removed
         for key in block_hashes:
             if self.dedup_events and self._is_cached(key):
                 continue
-            removed = to_external_block_hash(get_block_hash(key))
-            self._queue_event(BlockRemoved(block_hashes=[removed], medium=self.medium, group_idx=get_group_id(key)))
+            removed = to_external(get_block_hash(key))
+            self._queue_event(make_event(block_hashes=[removed], medium=self.medium, group_idx=get_group_id(key)))
 
     def _build_block_stored_event(
         self,
@@ -90,7 +118,7 @@ class PoolEvents(_Base):
         extra_keys: list[ExtraKeys],
     ) -> BlockStored:
         lora = getattr(request, "lora_request", None)
-        return BlockStored(
+        stored: BlockStored = self.event_format.stored(
             block_hashes=hashes,
             parent_block_hash=parent,
             token_ids=request.all_token_ids[tokens],
@@ -98,10 +126,11 @@ class PoolEvents(_Base):
             lora_id=lora.adapter_id if lora else None,
             medium=self.medium,
             lora_name=lora.name if lora else None,
-            extra_keys=to_event_extra_keys(extra_keys),
+            extra_keys=self.event_format.to_event_extra_keys(extra_keys),
             group_idx=kv_cache_group_id,
             session_id=getattr(request, "session_id", None),
         )
+        return stored
 
     def _cache_full_blocks_observed(
         self,
@@ -185,7 +214,7 @@ class PoolEvents(_Base):
     ) -> BlockStored:
         """The event of the blocks `run`, which lie in [first, past); hashes starts at block num_cached_blocks and
         parents holds the hash before it."""
-        to_external = external_block_hash_converter()
+        to_external = self.event_format.hash_converter()
         parent = None
         if first > num_cached_blocks:
             parent = to_external(hashes[first - 1 - num_cached_blocks])
@@ -198,7 +227,7 @@ class PoolEvents(_Base):
             slice(first * block_size, past * block_size),
             block_size,
             kv_cache_group_id,
-            _extra_keys_of_blocks(request, run, block_size),
+            self._extra_keys_of_blocks(request, run, block_size),
         )
 
     def emit_cached_block_events(
@@ -238,8 +267,8 @@ class PoolEvents(_Base):
             return None
         hash_size = self.hash_block_size
         start, end = (num_hashes - 1) * hash_size, num_hashes * hash_size
-        to_external = external_block_hash_converter()
-        extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        to_external = self.event_format.hash_converter()
+        extra_keys, _ = self.event_format.extra_keys(request, start, end, 0)
         return self._build_block_stored_event(
             request,
             [to_external(get_block_hash(key))],
@@ -259,13 +288,12 @@ class PoolEvents(_Base):
         if block.pool is not self:
             raise BlockStateError(f"the block belongs to {'no' if block.pool is None else 'another'} pool: {block!r}")
 
-
-def _extra_keys_of_blocks(request: Any, block_indices: Sequence[int], block_size: int) -> list[ExtraKeys]:
-    if not has_extra_keys(request):
-        return [None] * len(block_indices)
-    extra_keys: list[ExtraKeys] = []
-    next_mm_idx = 0
-    for i in block_indices:
-        keys, next_mm_idx = generate_block_hash_extra_keys(request, i * block_size, (i + 1) * block_size, next_mm_idx)
-        extra_keys.append(keys)
-    return extra_keys
+    def _extra_keys_of_blocks(self, request: Any, block_indices: Sequence[int], block_size: int) -> list[ExtraKeys]:
+        if not self.event_format.has_extra_keys(request):
+            return [None] * len(block_indices)
+        extra_keys: list[ExtraKeys] = []
+        next_mm_idx = 0
+        for i in block_indices:
+            keys, next_mm_idx = self.event_format.extra_keys(request, i * block_size, (i + 1) * block_size, next_mm_idx)
+            extra_keys.append(keys)
+        return extra_keys

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool._pool_events import PoolEvents
 from kvpool.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
 from kvpool.errors import BlockStateError, InvalidArgumentError
-from kvpool.events import MEDIUM_GPU, AllBlocksCleared
+from kvpool.events import MEDIUM_GPU
 
 if TYPE_CHECKING:
     from kvpool.reference.block import KVCacheBlock
@@ -262,6 +262,6 @@ class PoolOperations(PoolEvents):
             if self.metrics_collector is not None:
                 self.metrics_collector.reset()
             if self.enable_kv_cache_events:
-                self._queue_event(AllBlocksCleared())
+                self._queue_all_blocks_cleared()
         logger.debug("The prefix cache was reset")
         return True

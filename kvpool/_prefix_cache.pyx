@@ -12,14 +12,17 @@ from kvpool._block cimport (
     node_in,
     parse_digest, parse_group, parse_key, parse_tokens, raise_status,
 )
+from kvpool._block_sequence cimport BlockSequence
+from kvpool._map cimport map_of_home
 from kvpool._kvp cimport (
     KVP_CACHE_PROMOTE, KVP_ENTRY_IN_MAP, KVP_NONE, KVP_NULL_BLOCK, KVP_OK, kvp_cache_mode_t, kvp_fault_t, kvp_key_t, kvp_map_entry,
     kvp_map_find, kvp_pool_cache, kvp_pool_drop_hashes, kvp_pool_insert_hash, kvp_pool_next_secondary,
     kvp_pool_primary, kvp_pool_reset_hashes, kvp_pool_t, kvp_status_t,
 )
 
-from kvpool.block_hash import resolve_block_hashes
-from kvpool.errors import InvalidArgumentError
+from kvpool._map import BlockHashToBlockMap
+from kvpool.block_hash import make_block_hash_with_group_id, resolve_block_hashes
+from kvpool.errors import BlockStateError, InvalidArgumentError
 
 
 cdef bint is_null_block(object block) except -1:
@@ -46,7 +49,7 @@ cdef class PrefixCache(BlockAllocator):
             block_id = kvp_map_entry(&home.pool.map, entry).block_id if entry != KVP_NONE else KVP_NONE
             kvpool_lock_release(&home.lock)
             if entry == KVP_NONE:
-                return None
+                return None if self.hand_made is None else self.cached_by_hand(block_hash, groups)
             view = borrowed_handle(home, block_id)
             incref(view)
             set_item(found, i, view)
@@ -90,46 +93,67 @@ cdef class PrefixCache(BlockAllocator):
             raise InvalidArgumentError(f"block_mask has {len(block_mask)} entries for {n} blocks")
         # Plain bools, so that no code of the caller runs while keys point into its hashes.
         cdef list mask = None if block_mask is None else [bool(keep) for keep in block_mask]
-        cdef list batch = blocks if type(blocks) is list else list(blocks)
-        if PyList_GET_SIZE(batch) < num_full_blocks:
+        cdef object batch = blocks if type(blocks) is list or type(blocks) is BlockSequence else list(blocks)
+        if len(batch) < num_full_blocks:
             raise InvalidArgumentError(f"{len(batch)} blocks, {num_full_blocks} are to be full")
         cdef object hashes = request.block_hashes
         cdef Py_ssize_t scale = block_size // hash_size
         if type(hashes) is not list:
             hashes = list(resolve_block_hashes(hashes, hash_size, block_size))
             scale = 1
-        self.cache_range(batch, hashes, scale, num_cached_blocks, n, block_size, group_id, mask)
+        try:
+            self.cache_range(batch, hashes, scale, num_cached_blocks, n, block_size, group_id, mask)
+        except BlockStateError:
+            # Nothing has changed yet, so what a hand-made block in the batch takes need not be asked before.
+            if not self.takes_hand_made or not self.cache_hand_made(list(batch), hashes, scale, num_cached_blocks, n,
+                                                                    block_size, group_id, mask):
+                raise
 
-    cdef int cache_range(self, list blocks, list hashes, Py_ssize_t scale, Py_ssize_t first, Py_ssize_t n,
+    cdef int cache_range(self, object blocks, list hashes, Py_ssize_t scale, Py_ssize_t first, Py_ssize_t n,
                          Py_ssize_t block_size, uint32_t group_id, list mask) except -1:
+        """Blocks [first, first + n) of a list or a table; ``hashes[scale * (i + 1) - 1]`` is the hash of block i."""
         cdef int32_t small[SMALL]
         cdef kvp_key_t few[SMALL]
         cdef kvp_key_t *keys = few
         cdef int32_t *ids = ids_of_size(n, small)
-        cdef int32_t node
         cdef Py_ssize_t i, at
         try:
             keys = keys_of_size(n, few)
+            self.nodes_to_cache(blocks, first, n, mask, ids)
             for i in range(n):
-                ids[i] = KVP_NONE
-                if mask is not None and not mask[i]:
-                    continue
-                node = node_in(self.home, PyList_GET_ITEM(blocks, first + i))
-                if node <= KVP_NULL_BLOCK:
-                    if node != KVP_NULL_BLOCK and not is_null_block(blocks[first + i]):
-                        self.refuse(blocks[first + i], first + i, "cache_full_blocks")
+                if ids[i] == KVP_NONE:
                     continue
                 at = (first + i + 1) * scale - 1
                 if at >= PyList_GET_SIZE(hashes):
                     raise InvalidArgumentError(f"{len(hashes)} block hashes, block {first + i} of the request needs "
                                                f"number {at}")
                 parse_digest(<object>PyList_GET_ITEM(hashes, at), group_id, &keys[i])
-                ids[i] = node
             self.cache_keys(keys, ids, n, <int32_t>((first + 1) * block_size), <int32_t>block_size, KVP_CACHE_PROMOTE,
                             "cache_full_blocks")
         finally:
             release_batch(ids, small)
             release_batch(keys, few)
+        return 0
+
+    cdef int nodes_to_cache(self, object blocks, Py_ssize_t first, Py_ssize_t n, list mask, int32_t *ids) except -1:
+        """Ids of the blocks; KVP_NONE for null blocks and those that the mask leaves out."""
+        cdef const int32_t *known = NULL
+        cdef int32_t node
+        cdef Py_ssize_t i
+        if type(blocks) is BlockSequence:
+            if (<BlockSequence>blocks).home is self.home:
+                known = (<BlockSequence>blocks).ids + first
+            else:
+                blocks = list(blocks)
+        for i in range(n):
+            ids[i] = KVP_NONE
+            if mask is not None and not mask[i]:
+                continue
+            node = known[i] if known is not NULL else node_in(self.home, PyList_GET_ITEM(<list>blocks, first + i))
+            if node > KVP_NULL_BLOCK:
+                ids[i] = node
+            elif node != KVP_NULL_BLOCK and not is_null_block(blocks[first + i]):
+                self.refuse(blocks[first + i], first + i, "cache_full_blocks")
         return 0
 
     cdef int cache_keys(self, const kvp_key_t *keys, const int32_t *ids, Py_ssize_t n, int32_t first_tokens,
@@ -185,6 +209,49 @@ cdef class PrefixCache(BlockAllocator):
         kvpool_lock_acquire(&home.lock)
         kvp_pool_reset_hashes(home.pool)
         kvpool_lock_release(&home.lock)
+        self.hand_made = None
+        self.cached_block_hash_to_block = map_of_home(home, None)
+
+    # ---- blocks that no pool made ----
+
+    cdef list cached_by_hand(self, object block_hash, list groups):
+        cdef list found = []
+        for group_id in groups:
+            block = self.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(block_hash, group_id))
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
+    cdef int cache_hand_made(self, list blocks, list hashes, Py_ssize_t scale, Py_ssize_t first, Py_ssize_t n,
+                             Py_ssize_t block_size, uint32_t group_id, list mask) except -1:
+        """``cache_range`` for a batch that has hand-made blocks in it: the pool's own go the usual way, those beside
+        them into the map beside the pool's."""
+        cdef Py_ssize_t i, at
+        cdef list own = [True] * n if mask is None else mask
+        cdef list by_hand = []
+        for i in range(n):
+            item = blocks[first + i]
+            if not own[i] or type(item) is not _KVCacheBlock or (<_KVCacheBlock>item).hand_made is None or item.is_null:
+                continue
+            at = (first + i + 1) * scale - 1
+            if at >= len(hashes):
+                raise InvalidArgumentError(f"{len(hashes)} block hashes, block {first + i} of the request needs number {at}")
+            if item.block_hash is not None:
+                raise BlockStateError(f"cache_full_blocks: block {item.block_id} (entry {first + i} of the batch) carries "
+                                      "another hash already; nothing has changed")
+            by_hand.append((item, make_block_hash_with_group_id(hashes[at], group_id), (first + i + 1) * block_size))
+            own[i] = False
+        if not by_hand:
+            return 0
+        self.cache_range(blocks, hashes, scale, first, n, block_size, group_id, own)
+        if self.hand_made is None:
+            self.hand_made = BlockHashToBlockMap()
+            self.cached_block_hash_to_block = map_of_home(self.home, self.hand_made)
+        for item, key, num_tokens in by_hand:
+            item.set_block_hash(key, num_tokens)
+            self.hand_made.insert(key, item)
+        return 1
 
     def _count_eviction(self):
         cdef BlockHome home = self.the_home()

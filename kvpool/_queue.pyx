@@ -5,7 +5,7 @@ cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memset
 
 from kvpool._batch cimport parse_count
@@ -79,6 +79,7 @@ cdef class FreeKVCacheBlockQueue:
     cdef HandleTable table
     cdef int32_t num_adopted
     cdef bint stand_alone
+    cdef list set_aside
     cdef object __weakref__
 
     def __init__(self, blocks):
@@ -195,9 +196,31 @@ cdef class FreeKVCacheBlockQueue:
 
     @property
     def num_free_blocks(self):
-        """Number of blocks in the queue."""
+        """Number of blocks in the queue. Set to less, by code that plays a full cache as vLLM's tests do, the last
+        blocks are set aside, detached; set to more, they come back to the end.
+
+        Raises:
+            BlockStateError: more than there are, those set aside included; nothing has changed.
+        """
         self.check_open()
         return self.home.links.num_free
+
+    @num_free_blocks.setter
+    def num_free_blocks(self, value):
+        self.check_open()
+        cdef int32_t wanted = parse_count(value)
+        cdef list aside = [] if self.set_aside is None else self.set_aside
+        if wanted > self.home.links.num_free + <int64_t>len(aside):
+            raise BlockStateError(f"num_free_blocks = {value}: there are {self.home.links.num_free} blocks in the queue "
+                                  f"and {len(aside)} set aside")
+        self.set_aside = aside
+        while self.home.links.num_free > wanted:
+            block = self.fake_free_list_tail.prev_free_block
+            self.remove(block)
+            aside.append(block)
+        while self.home.links.num_free < wanted:
+            self.append(aside[len(aside) - 1])
+            aside.pop()
 
     @property
     def fake_free_list_head(self):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
@@ -63,7 +63,7 @@ class KVCacheBlocks:
         groups = self.blocks if group_ids is None else tuple(self.blocks[group_id] for group_id in group_ids)
         if allow_none and not any(groups):
             return None
-        return tuple([block.block_id for block in group] for group in groups)
+        return tuple(_ids_of(group) for group in groups)
 
     def get_unhashed_block_ids(self) -> list[int]:
         """Ids of the blocks without a hash. InvalidArgumentError unless there is one group."""
@@ -81,3 +81,9 @@ class KVCacheBlocks:
     def new_empty(self) -> KVCacheBlocks:
         """As many groups, without a block."""
         return KVCacheBlocks(tuple(() for _ in self.blocks))
+
+
+def _ids_of(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    """A native sequence gives its ids without an object for each block."""
+    block_ids: Callable[[], list[int]] | None = getattr(blocks, "block_ids", None)
+    return [block.block_id for block in blocks] if block_ids is None else block_ids()

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool import _backend
 from kvpool._manager_operations import KVCacheManagerOperations
+from kvpool.coordinator import HybridKVCacheCoordinator
 from kvpool.kv_cache_blocks import KVCacheBlockCopy, KVCacheBlocks
 from kvpool.kv_cache_spec import FullAttentionSpec
-from kvpool.managers import FullAttentionManager
+from kvpool.managers import ChunkedLocalAttentionManager, FullAttentionManager, SlidingWindowManager
 
 if TYPE_CHECKING or _backend.BACKEND == "reference":
     from kvpool.reference.kv_cache_manager import KVCacheManager
@@ -32,6 +33,34 @@ else:
                     self.max_model_len,
                     self.watermark_blocks,
                 )
+            elif isinstance(self.block_pool, _backend.BlockPoolBase):
+                groups = [self._steady_group(manager) for manager in self.coordinator.single_type_managers]
+                if None not in groups:
+                    self.bind_groups(
+                        self.block_pool,
+                        groups,
+                        self.empty_kv_cache_blocks,
+                        self.max_model_len,
+                        self.watermark_blocks,
+                        self.enable_caching,
+                        self.hash_block_size,
+                    )
+
+        def _steady_group(self, manager: Any) -> tuple[Any, int, int, int] | None:
+            """What ``bind_groups`` takes of a group whose steps mostly change nothing; None for another."""
+            coordinator, aligned = self.coordinator, 1
+            if isinstance(coordinator, HybridKVCacheCoordinator) and not (
+                coordinator.enable_partial_hash_hits or manager.use_eagle
+            ):
+                aligned = coordinator.scheduler_block_size
+            if type(manager) is SlidingWindowManager:
+                return manager, manager.sliding_window + manager.extra_retained_tokens, 0, aligned
+            if type(manager) is ChunkedLocalAttentionManager:
+                return manager, 0, manager.attention_chunk_size, aligned
+            # Where hashes are finer than blocks, a step can cache the end of the prompt.
+            if type(manager) is FullAttentionManager and manager.block_size == self.hash_block_size:
+                return manager, 0, 0, aligned
+            return None
 
         def _is_plain_full_attention(self) -> bool:
             """One group whose blocks are as long as the hashes', with nothing special about hits and caching."""

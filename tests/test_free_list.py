@@ -333,3 +333,46 @@ def test_what_the_free_list_of_a_pool_refuses(make_pool: Any, backend: Any) -> N
     assert walk(queue) == [3, 4, 5]
     queue.append(detached)
     assert walk(queue) == [3, 4, 5, 2]
+
+
+def test_the_number_of_blocks_can_be_cut_and_restored(backend: Any, make_queue: Any) -> None:
+    """As vLLM's tests do to play a full cache: the first blocks stay, the others wait aside in their order."""
+    queue, blocks = make_queue(6)
+    queue.num_free_blocks = 2
+    assert queue.num_free_blocks == 2 and queue.get_all_free_blocks() == blocks[:2]
+    assert blocks[3].prev_free_block is None
+    queue.num_free_blocks = 0
+    assert queue.get_all_free_blocks() == []
+    with pytest.raises(ValueError, match="No free blocks available"):
+        queue.popleft()
+    queue.num_free_blocks = 5
+    assert queue.get_all_free_blocks() == blocks[:5]
+    for wrong, error in ((7, BlockStateError), (-1, InvalidArgumentError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(error):
+            queue.num_free_blocks = wrong
+    assert queue.get_all_free_blocks() == blocks[:5]
+    queue.num_free_blocks = 6
+    assert queue.get_all_free_blocks() == blocks
+
+
+def test_a_pool_can_be_played_full(backend: Any) -> None:
+    pool = backend.BlockPool(6, True, 4)
+    used = pool.get_new_blocks(2)
+    pool.free_block_queue.num_free_blocks = 0
+    assert pool.get_num_free_blocks() == 0
+    with pytest.raises(ValueError, match="Cannot get 1 free blocks"):
+        pool.get_new_blocks(1)
+    pool.free_blocks(used)
+    pool.check()
+    pool.free_block_queue.num_free_blocks = 5
+    pool.check()
+    assert pool.get_num_free_blocks() == 5 and pool.reset_prefix_cache()
+
+
+def test_a_hand_made_block_is_born_with_a_hash(backend: Any) -> None:
+    """vLLM's block is a dataclass, and tests of its connectors fill in these fields."""
+    anything = object()
+    block = backend.KVCacheBlock(block_id=3, _block_hash=anything, _block_hash_num_tokens=48)
+    assert block.block_hash is anything and block.block_hash_num_tokens == 48
+    block.reset_hash()
+    assert block.block_hash is None and block.block_hash_num_tokens is None

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from manager_layouts import Layout, ManagerRequest, Status, make_config
+from manager_layouts import Layout, ManagerRequest, OwnManagerRequest, Status, make_config
 from pool_state import block_ids, free_ids, state_of
 
+from kvpool import _backend
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from kvpool.request_status import RequestStatus
 
 FULL = ("full", 4, 0, False)
 WINDOW = ("window", 4, 5, False)
@@ -841,3 +843,33 @@ def test_part_of_a_hit(make_manager: Any) -> None:
     for num_tokens in (16, 6, -4):
         with pytest.raises(InvalidArgumentError, match=str(num_tokens)):
             manager.truncate_computed_blocks(blocks, num_tokens)
+
+
+# Compiled calls
+
+
+@pytest.mark.skipif(_backend.BACKEND != "native", reason="the twin has none")
+@pytest.mark.parametrize("groups", [(FULL,), (WINDOW,), (FULL, WINDOW), (("local", 4, 8, False),)])
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_a_step_that_changes_nothing_asks_no_group(groups: Any, in_batch: bool) -> None:
+    """Blocks of 4 are filled by token 24 and 28; 25 and 29 need a new one, and leave one behind the window;
+    22 is the first to leave the prompt behind."""
+    manager = KVCacheManager(make_config(Layout(list(groups), 40)), 1000)
+    request = OwnManagerRequest("r", tokens(21), 4, RequestStatus.RUNNING)
+    assert manager.allocate_slots(request, 21) is not None
+    request.num_computed_tokens = 21
+    asked = set()
+    general = manager.coordinator.get_num_blocks_to_allocate
+
+    def note(**what: Any) -> int:
+        asked.add(request.num_tokens)
+        return general(**what)
+
+    manager.coordinator.get_num_blocks_to_allocate = note
+    for _ in range(8):
+        request.append([7])
+        new = manager.allocate_decode([request])[0] if in_batch else manager.allocate_slots(request, 1)
+        assert sum(map(len, new.get_block_ids())) == (len(groups) if request.num_tokens in (25, 29) else 0)
+        request.num_computed_tokens += 1
+        manager.block_pool.check()
+    assert asked == (set() if groups == (FULL,) else {22, 24, 25, 28, 29})

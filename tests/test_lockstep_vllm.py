@@ -59,13 +59,18 @@ class Sequence:
 
 
 class History:
-    """One random history; the first pool is vLLM's, and what it does is right."""
+    """One random history; the first pool is vLLM's, and what it does is right.
 
-    def __init__(self, vllm_pool_class: Any, seed: int) -> None:
+    Args:
+        others: the classes of the other pools by name.
+    """
+
+    def __init__(self, vllm_pool_class: Any, seed: int, others: dict[str, Any]) -> None:
+        self.names = list(others)
         self.rng = rng = random.Random(seed)
         size, caching, events, watched = rng.randint(6, 30), rng.random() < 0.9, rng.random() < 0.7, rng.random() < 0.3
         self.pools, self.logs = [], []
-        for make in (vllm_pool_class, *(make_backend(name).BlockPool for name in BACKEND_NAMES)):
+        for make in (vllm_pool_class, *others.values()):
             self.logs.append(CallLog())
             collector = self.logs[-1] if watched else None
             self.pools.append(make(size, caching, HASH_SIZE, events, collector, "CPU"))
@@ -118,7 +123,7 @@ class History:
             events.append([event_fields(event) for event in pool.take_events()])
         for pool in self.pools[1:]:
             pool.check()
-        for place, name in enumerate(BACKEND_NAMES, start=1):
+        for place, name in enumerate(self.names, start=1):
             assert states[place] == states[0], name
             assert events[place] == events[0], name
             assert self.logs[place].calls == self.logs[0].calls, name
@@ -315,8 +320,9 @@ class History:
 @pytest.mark.parametrize("part", range(4))
 def test_histories_are_the_same(vllm_pool_class: Any, part: int) -> None:
     seen: Counter[str] = Counter()
+    others = {name: make_backend(name).BlockPool for name in BACKEND_NAMES}
     for seed in range(part, NUM_HISTORIES, 4):
-        history = History(vllm_pool_class, seed)
+        history = History(vllm_pool_class, seed, others)
         try:
             history.run()
         except AssertionError as error:

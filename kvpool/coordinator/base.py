@@ -306,8 +306,8 @@ class KVCacheCoordinator(ABC):
         for manager in self.single_type_managers:
             manager.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
 
-    def get_blocks(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
-        """The request's tables, one per group; empty for an unknown one. They are the managers' own lists."""
+    def get_blocks(self, request_id: str) -> tuple[Sequence[KVCacheBlock], ...]:
+        """The request's tables, one per group; empty for an unknown one. They are the managers' own."""
         return tuple(manager.req_to_blocks.get(request_id) or [] for manager in self.single_type_managers)
 
     def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:

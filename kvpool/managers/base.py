@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvpool.errors import InvalidArgumentError
@@ -84,7 +84,7 @@ class SingleTypeKVCacheManager(ABC):
         self.max_admission_blocks_per_request = max_admission_blocks_per_request
         self.use_eagle = False
         self.shared_prefix_checkpoint = False
-        self.req_to_blocks: defaultdict[str, list[KVCacheBlock]] = defaultdict(list)
+        self.req_to_blocks: defaultdict[str, MutableSequence[KVCacheBlock]] = defaultdict(block_pool.new_block_table)
         self.num_cached_block: dict[str, int] = {}
         self.new_block_ids: list[int] = []
         self._null_block = block_pool.null_block
@@ -268,7 +268,7 @@ class SingleTypeKVCacheManager(ABC):
         """Number of leading tokens that the computation of the next token does not read; at least 0."""
         return 0
 
-    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+    def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget the request. Returns its blocks in token order, for the caller to free, last first; none for an
         unknown request."""
         self.num_cached_block.pop(request_id, None)

@@ -87,7 +87,7 @@ class MambaManager(AlignedMambaBlocks):
         else:
             super()._remove_blocks_in_range(request_id, first_block, last_block)
 
-    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+    def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         self._forget_aligned(request_id)
         return super().pop_blocks_for_free(request_id)
 

@@ -197,7 +197,7 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         table += [self._null_block] * num_nulls
         table += moved
         table[first_scratch : first_scratch + num_moved] = [self._null_block] * num_moved
-        returned_blocks = table[num_held_blocks:]
+        returned_blocks = list(table[num_held_blocks:])
         if partial_hit is not None:
             private_block, *new_blocks = new_blocks
             if is_running:
@@ -211,7 +211,7 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         return returned_blocks + new_blocks
 
     def _keep_state_in_copy(
-        self, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock, table: list[KVCacheBlock]
+        self, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock, table: Sequence[KVCacheBlock]
     ) -> None:
         """Move the hash of a running state to a block that will hold a copy of it."""
         assert table[block_idx] is source_block, "the state that was cached has left the table"

@@ -56,14 +56,22 @@ class KVCacheBlock:
     _pool: BlockPoolBase | None
     _is_null: bool
 
-    def __init__(self, block_id: int, ref_cnt: int = 0, *, is_null: bool = False) -> None:
+    def __init__(
+        self,
+        block_id: int,
+        ref_cnt: int = 0,
+        *,
+        is_null: bool = False,
+        _block_hash: BlockHashWithGroupId | None = None,
+        _block_hash_num_tokens: int | None = None,
+    ) -> None:
         _check_count(ref_cnt)
         if ref_cnt < 0:
             raise InvalidArgumentError(f"ref_cnt must be at least 0, not {ref_cnt}")
         self._block_id = block_id
         self._ref_cnt = ref_cnt
-        self._block_hash = None
-        self._block_hash_num_tokens = None
+        self._block_hash = _block_hash
+        self._block_hash_num_tokens = _block_hash_num_tokens
         self._prev = None
         self._next = None
         self._queue = None

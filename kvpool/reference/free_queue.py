@@ -79,7 +79,7 @@ class FreeKVCacheBlockQueue:
     vLLM: ``FreeKVCacheBlockQueue``.
     """
 
-    __slots__ = ("_num_free", "fake_free_list_head", "fake_free_list_tail")
+    __slots__ = ("_num_free", "_set_aside", "fake_free_list_head", "fake_free_list_tail")
 
     _can_be_severed = True
 
@@ -89,12 +89,31 @@ class FreeKVCacheBlockQueue:
         self.fake_free_list_head: KVCacheBlock = head
         self.fake_free_list_tail: KVCacheBlock = tail
         self._num_free = 0
+        self._set_aside: list[KVCacheBlock] = []
         self.append_n(blocks)
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of queued blocks."""
+        """Number of queued blocks. Set to less, by code that plays a full cache as vLLM's tests do, the last blocks are
+        set aside, detached; set to more, they come back to the end. BlockStateError for more than there are."""
         return self._num_free
+
+    @num_free_blocks.setter
+    def num_free_blocks(self, value: int) -> None:
+        value = check_num_blocks(value)
+        aside = self._set_aside
+        if value > self._num_free + len(aside):
+            raise BlockStateError(
+                f"num_free_blocks = {value}: there are {self._num_free} blocks in the queue and {len(aside)} set aside"
+            )
+        while self._num_free > value:
+            block = self.fake_free_list_tail._prev
+            assert block is not None
+            self.remove(block)
+            aside.append(block)
+        while self._num_free < value:
+            self.append(aside[-1])
+            aside.pop()
 
     # What a pool's queue does differently: which blocks may come in, and counting those that neither side has.
 

@@ -271,6 +271,10 @@ class BlockPoolBase(IdCalls):
         """Whether the block has one user and no hash, so that this user may write into it."""
         return block._ref_cnt == 1 and block._block_hash is None and not block._is_null
 
+    def new_block_table(self) -> list[KVCacheBlock]:
+        """An empty block table, which a request's blocks are kept in."""
+        return []
+
     def get_num_free_blocks(self) -> int:
         """Number of free blocks, those with hashes included."""
         return self.free_block_queue._num_free
