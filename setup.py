@@ -25,7 +25,7 @@ HEADERS = [
 ]
 MODULES = [
     *("_batch", "_block", "_block_sequence", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"),
-    *("_hash", "_request", "_manager"),
+    *("_hash", "_request", "_list_tables", "_manager"),
 ]
 
 # -g0 only shrinks release wheels; debug and sanitized builds want the lines of their reports.

@@ -66,7 +66,7 @@ class Refuse:
         if name.startswith("kvpool._") and name.rpartition(".")[2] in NATIVE:
             raise ImportError(f"no extension: {name}")
 NATIVE = {"_block", "_queue", "_map", "_core", "_batch", "_allocator", "_prefix_cache", "_pool_views"}
-NATIVE |= {"_hash", "_request", "_manager"}
+NATIVE |= {"_hash", "_request", "_list_tables", "_manager"}
 sys.meta_path.insert(0, Refuse())
 import kvpool
 pool = kvpool.BlockPool(5, True, 4)
