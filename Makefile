@@ -10,12 +10,13 @@ CC ?= cc
 C_SOURCES := $(wildcard csrc/*.c)
 C_WARNINGS := -Wall -Wextra -Wconversion -Werror
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-NATIVE_SOURCES := $(wildcard csrc/*.[ch] kvpool/*.pyx kvpool/*.pxd kvpool/*.h) setup.py pyproject.toml constraints.txt
+NATIVE_SOURCES := $(wildcard csrc/*.[ch] kvpool/*.pyx kvpool/*.pxd kvpool/*.h kvpool/integrations/vllm/*.p[yx][xd]) setup.py pyproject.toml constraints.txt
 VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 LEG := build/legs
 
-.PHONY: help demo test ctest asan test-debug test-sanitize test-pure test-sdist test-lockstep vllm-env bench bench-c \
-        bench-table bench-check lint sdist clean
+.PHONY: help demo test ctest asan test-debug test-sanitize test-pure test-sdist test-lockstep vllm-env \
+        conformance test-vllm test-vllm-smoke bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -25,6 +26,11 @@ help:
 	@echo 'test-pure               the tests with KVPOOL_PURE_PYTHON=1'
 	@echo 'test-sdist              installs from the sdist and runs the tests there'
 	@echo 'vllm-env test-lockstep  an environment with vLLM; native, reference and vLLM in step, replay compared'
+	@echo 'conformance             vLLM'"'"'s own tests, stock and with kvpool, compared test by test'
+	@echo 'test-vllm               conformance and test-lockstep'
+	@echo 'test-vllm-smoke         the same in small: test_prefix_caching.py of vLLM, and the lockstep tests'
+	@echo 'bench-vllm              vLLM as it is against vLLM with kvpool in its place, through vLLM'"'"'s names'
+	@echo 'bench-vllm-own          vLLM'"'"'s own benchmarks of its block pool and hashes, stock and with kvpool'
 	@echo 'bench bench-c           pytest-benchmark; the same loops in C'
 	@echo 'bench-table             every target of the pool in one run (beside vLLM: BENCH_PYTHON=$(VLLM_VENV)/bin/python)'
 	@echo 'bench-check             native-to-reference ratios against bench/ratios.json'
@@ -50,19 +56,21 @@ test: ctest $(VENV)/.installed
 
 # ---- C core ----
 
-build/test_core: tests/c/test_core.c $(C_SOURCES) $(wildcard csrc/*.h)
-	@mkdir -p build
-	$(CC) -std=c11 -O2 -DKVP_DEBUG $(C_WARNINGS) -Icsrc tests/c/test_core.c $(C_SOURCES) -o $@
+C_TESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 
-build/test_core_asan: tests/c/test_core.c $(C_SOURCES) $(wildcard csrc/*.h)
-	@mkdir -p build
-	$(CC) -std=c11 -O1 -g -DKVP_DEBUG $(SANITIZERS) $(C_WARNINGS) -Icsrc tests/c/test_core.c $(C_SOURCES) -o $@
+build/ctest/%: tests/c/%.c $(C_SOURCES) $(wildcard csrc/*.h tests/c/*.h)
+	@mkdir -p $(@D)
+	$(CC) -std=c11 -O2 -DKVP_DEBUG $(C_WARNINGS) -Icsrc $< $(C_SOURCES) -o $@
 
-ctest: build/test_core
-	build/test_core
+build/asan/%: tests/c/%.c $(C_SOURCES) $(wildcard csrc/*.h tests/c/*.h)
+	@mkdir -p $(@D)
+	$(CC) -std=c11 -O1 -g -DKVP_DEBUG $(SANITIZERS) $(C_WARNINGS) -Icsrc $< $(C_SOURCES) -o $@
 
-asan: build/test_core_asan
-	build/test_core_asan
+ctest: $(addprefix build/ctest/,$(C_TESTS))
+	@for test in $^; do $$test || exit 1; done
+
+asan: $(addprefix build/asan/,$(C_TESTS))
+	@for test in $^; do $$test || exit 1; done
 
 # ---- legs: each builds from the sdist in a folder of its own, so that no build can pass for another ----
 
@@ -107,12 +115,31 @@ $(VLLM_VENV)/.installed: tests/vllm/make_env.py constraints.txt
 	$(PYTHON) tests/vllm/make_env.py $(VLLM_VENV)
 	touch $@
 
-vllm-env: $(VLLM_VENV)/.installed $(NATIVE_SOURCES)
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM_VENV)/bin/pip --quiet install -c constraints.txt --no-deps '.'
+$(VLLM_VENV)/.kvpool: $(VLLM_VENV)/.installed $(NATIVE_SOURCES)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM_BIN)/pip --quiet install --no-deps --no-build-isolation -e .
+	touch $@
+
+vllm-env: $(VLLM_VENV)/.kvpool
 
 test-lockstep: vllm-env
-	cd tests && ../$(VLLM_VENV)/bin/pytest -q -p no:cacheprovider -m vllm .
-	cd tests && ../$(VLLM_VENV)/bin/kvpool replay --compare native,reference,vllm
+	cd tests && ../$(VLLM_BIN)/pytest -q -p no:cacheprovider -m vllm .
+	cd tests && ../$(VLLM_BIN)/kvpool replay --compare native,reference,vllm
+
+# vLLM's own tests, stock and with kvpool, test by test. A stock result is kept in build/; CONFORMANCE='--suite core' for one suite.
+conformance: vllm-env
+	$(VLLM_BIN)/python tests/vllm/conformance.py $(CONFORMANCE)
+
+test-vllm: conformance test-lockstep
+
+test-vllm-smoke: vllm-env
+	$(VLLM_BIN)/python tests/vllm/conformance.py --suite prefix-caching
+	cd tests && ../$(VLLM_BIN)/pytest -q -p no:cacheprovider -m 'vllm and not slow' -k lockstep .
+
+bench-vllm: vllm-env
+	VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python bench/vllm_names.py
+
+bench-vllm-own: vllm-env
+	$(VLLM_BIN)/python tests/vllm/run_vllm_benchmarks.py
 
 # ---- benches ----
 

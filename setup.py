@@ -17,15 +17,15 @@ SANITIZE = os.environ.get("KVPOOL_SANITIZE") == "1"
 
 SOURCES = [
     f"csrc/kvp_{name}.c"
-    for name in ("free_list", "prefix_map", "pool", "pool_hash", "block_hash", "check")
+    for name in ("free_list", "prefix_map", "pool", "pool_hash", "block_hash", "block_table", "table_outputs", "check")
 ]
 HEADERS = [
-    *("csrc/kvp.h", "csrc/kvp_block_hash.h", "csrc/kvp_internal.h"),
-    "kvpool/_lock.h",
+    *("csrc/kvp.h", "csrc/kvp_block_hash.h", "csrc/kvp_block_table.h", "csrc/kvp_internal.h"),
+    *("csrc/kvp_table_internal.h", "kvpool/_lock.h"),
 ]
 MODULES = [
     *("_batch", "_block", "_block_sequence", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"),
-    *("_hash", "_request", "_list_tables", "_manager"),
+    *("_hash", "_request", "_list_tables", "_manager", "_tables", "_table_outputs"),
 ]
 
 # -g0 only shrinks release wheels; debug and sanitized builds want the lines of their reports.

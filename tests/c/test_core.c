@@ -5,19 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "check.h"
 #include "kvp.h"
 
 static const uint64_t SECRET[KVP_SECRET_WORDS] = {0x9e3779b97f4a7c15u, 0xbf58476d1ce4e5b9u, 0x94d049bb133111ebu, 7u};
-static int num_failed, num_checks;
-
-#define CHECK(condition)                                                            \
-    do {                                                                            \
-        num_checks++;                                                               \
-        if (!(condition)) {                                                         \
-            num_failed++;                                                           \
-            printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);          \
-        }                                                                           \
-    } while (0)
 
 static kvp_pool_t *make_pool(int32_t num_blocks) {
     kvp_pool_t *pool = NULL;
@@ -313,15 +304,6 @@ static void test_checker_notices(void) {
 
 /* ---- random walk against a model of plain arrays ---- */
 
-static uint64_t random_state = 88172645463325252u;
-
-static uint32_t random_below(uint32_t n) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return (uint32_t)(random_state >> 33) % n;
-}
-
 enum { WALK_BLOCKS = 24, WALK_KEYS = 10, WALK_STEPS = 60000 };
 
 typedef struct {
@@ -445,6 +427,5 @@ int main(void) {
     test_checker_notices();
     test_random_walk();
     test_churn_of_a_full_map();
-    printf("C core: %d checks, %d failed\n", num_checks, num_failed);
-    return num_failed == 0 ? 0 : 1;
+    return report("C core");
 }
