@@ -26,6 +26,7 @@ HEADERS = [
 MODULES = [
     *("_batch", "_block", "_block_sequence", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"),
     *("_hash", "_request", "_list_tables", "_manager", "_tables", "_table_outputs"),
+    *("integrations/vllm/_fast", "integrations/vllm/_hits", "integrations/vllm/_hasher"),
 ]
 
 # -g0 only shrinks release wheels; debug and sanitized builds want the lines of their reports.

@@ -354,18 +354,33 @@ def _write_json(report: Report, path: str) -> None:
 
 
 @app.command()
-def doctor(is_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
-    """Describe the installation: version, backend, compiler, Python, and what else is here."""
+def doctor(
+    is_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    checks_vllm: Annotated[
+        bool,
+        typer.Option("--vllm", help="Run seeded histories on the installed vLLM, stock and with kvpool in its place."),
+    ] = False,
+) -> None:
+    """Describe the installation: version, backend, compiler, Python, and what else is here.
+
+    With --vllm the exit code is 1 if vLLM with kvpool in its place differs from stock vLLM, or if kvpool does not
+    take hold.
+    """
     import json
 
-    from kvpool.doctor import gather_facts
+    from kvpool.doctor import check_vllm, gather_facts
 
     facts = gather_facts()
+    is_equal = True
+    if checks_vllm:
+        is_equal, facts["vllm_check"] = check_vllm()
     if is_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
         for label, value in facts.items():
             typer.echo(f"{label.replace('_', ' '):<24}{'-' if value is None else value}")
+    if not is_equal:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def main() -> None:

@@ -34,6 +34,18 @@ def gather_facts() -> dict[str, Any]:
     return facts
 
 
+def check_vllm() -> tuple[bool, str]:
+    """Whether the installed vLLM does the same with kvpool in its place, and the verdict in words. Imports vLLM, and
+    takes some seconds."""
+    try:
+        from kvpool.integrations.vllm import self_check
+
+        verdict = self_check.run()
+    except ModuleNotFoundError as error:
+        return False, f"vLLM can't be imported: {error}"
+    return verdict.is_equal, str(verdict)
+
+
 def _backend_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"backend": BACKEND}
     facts |= dict.fromkeys((*_BUILD_FACTS, "native_bytes_per_block"))

