@@ -13,10 +13,13 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-f
 NATIVE_SOURCES := $(wildcard csrc/*.[ch] kvpool/*.pyx kvpool/*.pxd kvpool/*.h kvpool/integrations/vllm/*.p[yx][xd]) setup.py pyproject.toml constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# The newest release that kvpool serves and that has no wheel for CPUs: its Python files are laid over the installed one.
+VLLM_NEXT := 0.33.0
+NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookahead tables register drift self_check
 LEG := build/legs
 
 .PHONY: help demo test ctest asan test-debug test-sanitize test-pure test-sdist test-lockstep vllm-env \
-        conformance vllm-model test-vllm test-vllm-smoke bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist clean
+        conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -29,6 +32,7 @@ help:
 	@echo 'conformance             vLLM'"'"'s own tests, stock and with kvpool, compared test by test'
 	@echo 'test-vllm               conformance, test-lockstep, and a real model through vLLM, both ways'
 	@echo 'test-vllm-smoke         the same in small: test_prefix_caching.py of vLLM, and the lockstep tests'
+	@echo 'test-vllm-next          vLLM'"'"'s tests of its core and the drop-in'"'"'s, on a release without a wheel for CPUs'
 	@echo 'bench-vllm              vLLM as it is against vLLM with kvpool in its place, through vLLM'"'"'s names'
 	@echo 'bench-vllm-own          vLLM'"'"'s own benchmarks of its block pool and hashes, stock and with kvpool'
 	@echo 'bench bench-c           pytest-benchmark; the same loops in C'
@@ -138,6 +142,11 @@ test-vllm: conformance vllm-model test-lockstep
 test-vllm-smoke: vllm-env
 	$(VLLM_BIN)/python tests/vllm/conformance.py --suite prefix-caching
 	cd tests && ../$(VLLM_BIN)/pytest -q -p no:cacheprovider -m 'vllm and not slow' -k lockstep .
+
+test-vllm-next: vllm-env
+	$(VLLM_BIN)/python tests/vllm/conformance.py --suite core --overlay $(VLLM_NEXT)
+	cd tests && PYTHONPATH=$(CURDIR)/build/vllm-overlay-$(VLLM_NEXT) ../$(VLLM_BIN)/pytest -q -p no:cacheprovider \
+	  $(NEXT_TESTS:%=vllm/test_%.py)
 
 bench-vllm: vllm-env vllm-model
 	VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python bench/vllm_names.py

@@ -60,11 +60,11 @@ class ManagerRequest(TokenRequest):
         self.block_hashes += new_hashes(self, self.hash_block_size)
 
 
-def new_hashes(request: Any, hash_block_size: int) -> list[bytes]:
-    """Chained digests of the full blocks that have none yet."""
+def new_hashes(request: Any, hash_block_size: int, num_lookahead_tokens: int = 0) -> list[bytes]:
+    """Chained digests of the full blocks that have none yet, and so many tokens behind them."""
     hashes, size = list(request.block_hashes), hash_block_size
     num_old = len(hashes)
-    while (len(hashes) + 1) * size <= request.num_tokens:
+    while (len(hashes) + 1) * size + num_lookahead_tokens <= request.num_tokens:
         tokens = request.all_token_ids[len(hashes) * size : (len(hashes) + 1) * size]
         before = hashes[-1] if hashes else str(request.cache_salt).encode()
         hashes.append(hashlib.sha256(before + ",".join(map(str, tokens)).encode()).digest())

@@ -73,7 +73,7 @@ class History:
         for make in (vllm_pool_class, *others.values()):
             self.logs.append(CallLog())
             collector = self.logs[-1] if watched else None
-            self.pools.append(make(size, caching, HASH_SIZE, events, collector, "CPU"))
+            self.pools.append(make(size, caching, HASH_SIZE, events, collector, medium="CPU"))
         self.pools[0].cached_block_hashes_by_block = OrderedSets()
         self.told: list[list[int]] = [[] for _ in self.pools]
         self.running: list[Sequence] = []
@@ -113,6 +113,14 @@ class History:
             self.rng.choices(actions, weights)[0]()
             self.compare()
 
+    def told_of(self, place: int) -> list[tuple[str, int]]:
+        """What a pool has told its collector. No collector knows the null block: vLLM tells of its uses up to 0.32,
+        and from 0.33 on, whose pools have lookahead, no more."""
+        calls = self.logs[place].calls
+        if hasattr(self.pools[0], "num_hash_lookahead_tokens"):
+            return [call for call in calls if call != ("accessed", 0)]
+        return calls
+
     def compare(self) -> None:
         states, events = [], []
         for pool in self.pools:
@@ -126,7 +134,7 @@ class History:
         for place, name in enumerate(self.names, start=1):
             assert states[place] == states[0], name
             assert events[place] == events[0], name
-            assert self.logs[place].calls == self.logs[0].calls, name
+            assert self.told_of(place) == self.told_of(0), name
             assert self.told[place] == self.told[0], name
         self.seen["secondary hashes"] += bool(states[0]["secondary"])
         self.seen["copies"] += any(len(ids) > 1 for _, ids in states[0]["lookups"].values())

@@ -10,7 +10,7 @@ import logging
 import os
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from conftest import BACKEND_NAMES
@@ -27,6 +27,7 @@ class VllmStack:
     """vLLM's manager with the methods of ``Stack``."""
 
     name = "vllm"
+    options: ClassVar[dict[str, Any]] = {}  # of vLLM's manager, beside what a layout says
 
     def __init__(self, layout: Layout) -> None:
         import torch
@@ -55,6 +56,7 @@ class VllmStack:
             enable_kv_cache_events=True,
             watermark=layout.watermark,
             enable_mamba_shared_prefix_checkpoint=layout.shared_prefix_checkpoint,
+            **self.options,
         )
         self.pool: Any = self.manager.block_pool
         self.check()

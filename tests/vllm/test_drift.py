@@ -3,10 +3,16 @@ installed vLLM."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvpool
 from kvpool.integrations.vllm import drift, levels
 
 SOURCE = '''
@@ -130,6 +136,80 @@ def test_a_long_list_is_cut() -> None:
     assert text.endswith("and 3 more") and "difference 0" in text
 
 
+# ---- what is recorded ----
+
+CORE = "vllm.v1.core"
+MANAGERS = f"{CORE}.single_type_kv_cache_manager"
+# What differs between two recorded versions, next to each other, and was looked at: how kvpool serves both.
+LOOKED_AT = {
+    ("0.32.0", "0.33.0"): {
+        # Hashes may cover tokens after their block: the pool takes their number and tells of them in its events.
+        "vllm.distributed.kv_events.BlockStored",
+        f"{CORE}.block_pool.BlockPool",
+        f"{CORE}.kv_cache_utils.generate_lookahead_block_hash_extra_keys",
+        # Such hashes are left to vLLM's hasher.
+        f"{CORE}.kv_cache_utils.get_request_block_hasher",
+        # The number is handed on, and no group drops a block then: Plan.dropping_groups.
+        f"{CORE}.kv_cache_manager.KVCacheManager.__init__",
+        f"{CORE}.kv_cache_coordinator.KVCacheCoordinator",
+        f"{CORE}.kv_cache_coordinator.KVCacheCoordinatorNoPrefixCache",
+        f"{CORE}.kv_cache_coordinator.UnitaryKVCacheCoordinator",
+        f"{CORE}.kv_cache_coordinator.HybridKVCacheCoordinator",
+        # A full block waits for its hash: Plan.caches_only_hashed.
+        f"{MANAGERS}.SingleTypeKVCacheManager",
+        f"{MANAGERS}.FullAttentionManager",
+        # Null blocks in front of a table are not given back, which the pool would not have done either.
+        f"{CORE}.kv_cache_utils.null_head_len",
+        f"{CORE}.kv_cache_utils.trim_null_head",
+    },
+}
+COMPILED = {
+    f"{CORE}.kv_cache_manager.KVCacheManager.allocate_slots": "_fast.allocate_slots",
+    f"{CORE}.kv_cache_manager.KVCacheManager.cache_blocks": "_fast.cache_blocks",
+    f"{CORE}.kv_cache_manager.KVCacheManager.free": "_fast.free",
+    f"{CORE}.kv_cache_manager.KVCacheBlocks.get_block_ids": "_hits.get_block_ids",
+    f"{MANAGERS}.FullAttentionManager.find_longest_cache_hit": "_hits.find_full",
+    f"{MANAGERS}.SlidingWindowManager.find_longest_cache_hit": "_hits.find_window",
+    f"{MANAGERS}.ChunkedLocalAttentionManager.find_longest_cache_hit": "_hits.find_local",
+}
+
+
+def test_of_every_version_the_same_is_recorded() -> None:
+    first, *others = drift.known_versions().values()
+    assert others
+    for recorded in others:
+        assert recorded["targets"].keys() == first["targets"].keys()
+        assert recorded["files"].keys() == first["files"].keys()
+
+
+def test_each_change_from_version_to_version_was_looked_at() -> None:
+    known = drift.known_versions()
+    pairs = list(itertools.pairwise(known))
+    assert pairs == list(LOOKED_AT)
+    for older, newer in pairs:
+        before, after = known[older]["targets"], known[newer]["targets"]
+        assert {name for name in after if after[name] != before[name]} == LOOKED_AT[older, newer]
+
+
+@pytest.mark.parametrize("version", drift.known_versions())
+@pytest.mark.parametrize("target", COMPILED)
+def test_compiled_calls_have_the_parameters_of_every_version(version: str, target: str) -> None:
+    module, name = COMPILED[target].split(".")
+    compiled = getattr(import_module(f"kvpool.integrations.vllm.{module}"), name)
+    assert str(inspect.signature(compiled)) == drift.known_versions()[version]["targets"][target][0]
+
+
+@pytest.mark.parametrize("version", drift.known_versions())
+def test_the_pool_takes_the_arguments_of_every_version(version: str) -> None:
+    signature = drift.known_versions()[version]["targets"][f"{CORE}.block_pool.BlockPool"][0]
+    (function,) = ast.parse(f"def f{signature}: pass").body
+    assert isinstance(function, ast.FunctionDef)
+    named = {argument.arg for argument in function.args.args} - {"self"}
+    # BlockPool of the level takes this one itself; all others it hands on.
+    handed_on: dict[str, Any] = dict.fromkeys(named - {"num_hash_lookahead_tokens"})
+    inspect.signature(kvpool.BlockPool).bind(**handed_on)
+
+
 @pytest.mark.vllm
 def test_the_installed_vllm_is_recorded_in_full() -> None:
     pytest.importorskip("vllm.v1.core.block_pool")
@@ -142,4 +222,4 @@ def test_the_installed_vllm_is_recorded_in_full() -> None:
     for target in targets:
         # The file's hash spares the look at its targets: here each one is looked at.
         fingerprint = drift.fingerprint(target, sources)
-        assert fingerprint is not None and list(fingerprint) == recorded["targets"][target], target
+        assert (None if fingerprint is None else list(fingerprint)) == recorded["targets"][target], target

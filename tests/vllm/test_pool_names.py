@@ -4,6 +4,7 @@ lockstep histories do."""
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,6 +81,24 @@ def test_it_is_vllms_pool_for_isinstance_and_has_its_cold_methods(make_pool: Any
     request = TokenRequest(list(range(8)), SIZE)
     assert "_get_partial_block_hash" not in vars(kvpool.BlockPool)
     assert pool._get_partial_block_hash(request, 8) == request.block_hashes[1]
+
+
+def test_arguments_have_the_places_that_vllm_gives_them(names: Any) -> None:
+    """Those behind the collector have changed places between versions."""
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+    given = {"num_gpu_blocks": 9, "enable_caching": True, "hash_block_size": SIZE, "enable_kv_cache_events": True}
+    given |= {"metrics_collector": KVCacheMetricsCollector(), "medium": "CPU", "num_hash_lookahead_tokens": 2}
+    order = list(inspect.signature(level.VllmBlockPool).parameters)
+    assert "medium" in order
+    for num_places in range(3, len(order) + 1):
+        named = {name: given[name] for name in order[num_places:]}
+        pool = names.BlockPool(*(given[name] for name in order[:num_places]), **named)
+        assert {name: getattr(pool, name) for name in order} == {name: given[name] for name in order}
+    with pytest.raises(TypeError):
+        names.BlockPool(9, True)
+    with pytest.raises(TypeError):
+        names.BlockPool(9, True, SIZE, uncached_first=False)
 
 
 def test_a_pool_keeps_no_second_copy(make_pool: Any) -> None:

@@ -156,6 +156,8 @@ cdef class Plan:
         manager: vLLM's KVCacheManager; the plan does not hold it.
         groups: one ``Group`` per KV cache group, in order.
         alignment: tokens; what a hybrid coordinator caches is a multiple of it. 0: the coordinator is no hybrid one.
+        dropping_groups: the coordinator's set of groups whose hits lose their last block.
+        caches_only_hashed: a full block without a hash is not cached yet; else each one has to have its hash.
     """
     cdef PrefixCache pool
     cdef BlockHome home
@@ -163,6 +165,7 @@ cdef class Plan:
     cdef object coordinator
     cdef object no_blocks
     cdef object no_hits
+    cdef object dropping_groups
     cdef Py_ssize_t longest
     cdef Py_ssize_t watermark
     cdef Py_ssize_t hash_block_size
@@ -170,8 +173,9 @@ cdef class Plan:
     cdef Py_ssize_t num_unsettled
     cdef bint has_windows
     cdef bint is_hybrid
+    cdef bint caches_only_hashed
 
-    def __init__(self, manager, list groups not None, Py_ssize_t alignment):
+    def __init__(self, manager, list groups not None, Py_ssize_t alignment, dropping_groups, bint caches_only_hashed):
         cdef Group group
         self.pool = manager.block_pool
         self.home = self.pool.the_home()
@@ -184,6 +188,8 @@ cdef class Plan:
         self.hash_block_size = self.pool.hash_block_size
         self.is_hybrid = alignment > 0
         self.alignment = max(alignment, 1)
+        self.dropping_groups = dropping_groups
+        self.caches_only_hashed = caches_only_hashed
         self.num_unsettled = self.coordinator.num_reprefillable_tokens
         self.has_windows = False
         for group in groups:
@@ -394,6 +400,9 @@ cdef class Plan:
                 if not group.caches_all:
                     self.cache_some(group, request, num_cacheable)
                     continue
+                if self.caches_only_hashed:
+                    num_full = min(num_full, self.num_hashed(request) * self.hash_block_size // group.block_size)
+            if num_cached < num_full:
                 self.pool.cache_full_blocks(request, group.table_of(request_id), num_cached, num_full,
                                             group.block_size, group.group_id)
                 PyDict_SetItem(group.num_cached, request_id, num_full)
@@ -401,12 +410,15 @@ cdef class Plan:
                 self.cache_tail(group, request, request_id, num_cacheable)
         return 0
 
+    cdef Py_ssize_t num_hashed(self, object request) except -1:
+        return len(request.block_hashes)
+
     cdef int cache_some(self, Group group, object request, Py_ssize_t num_tokens) except -1:
         """Windows of which only those blocks are cached that a hit can need: vLLM's manager knows which."""
         group.manager.cache_blocks(
             request, num_tokens, retention_interval=self.coordinator.retention_interval,
             replay_boundaries=replay_boundaries(request.num_prompt_tokens, self.coordinator.scheduler_block_size,
-                                                use_eagle=bool(self.coordinator.eagle_group_ids)),
+                                                use_eagle=bool(self.dropping_groups)),
         )
         return 0
 
@@ -414,11 +426,14 @@ cdef class Plan:
         """The prompt's last whole hash, where it ends inside a block that does not carry it yet."""
         cdef Py_ssize_t limit = <Py_ssize_t>request.num_prompt_tokens - (0 if group.drops_last else 1)
         cdef Py_ssize_t num_hashes = limit // self.hash_block_size
-        cdef Py_ssize_t end = num_hashes * self.hash_block_size
+        cdef Py_ssize_t end
         cdef PyObject *table
         cdef object hashes
         cdef kvp_key_t key
         cdef int32_t node
+        if self.caches_only_hashed and num_hashes > 0:
+            num_hashes = min(num_hashes, self.num_hashed(request))
+        end = num_hashes * self.hash_block_size
         if num_hashes <= 0 or end > num_tokens or end % group.block_size == 0:
             return 0
         hashes = request.block_hashes

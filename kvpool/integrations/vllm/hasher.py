@@ -36,13 +36,19 @@ _NAME = "get_request_block_hasher"
 _stock = getattr(kv_cache_utils, _NAME)
 
 
-def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]) -> RequestHashes:
+def get_request_block_hasher(
+    hash_block_size: int, caching_hash_fn: Callable[[Any], bytes], num_hash_lookahead_tokens: int = 0
+) -> RequestHashes:
     """vLLM's function of this name: a native hasher for vLLM's own hash functions, vLLM's hasher for all others.
 
     Args:
         hash_block_size: tokens per hash.
         caching_hash_fn: one of the functions of ``vllm.utils.hashing``, or any other.
+        num_hash_lookahead_tokens: tokens after each block that its hash covers (vLLM 0.33): vLLM's hasher if any.
     """
+    if num_hash_lookahead_tokens:
+        looking_ahead: RequestHashes = _stock(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens)
+        return looking_ahead
     stock: RequestHashes = _stock(hash_block_size, caching_hash_fn)
     algorithm = _algorithm_of(caching_hash_fn)
     if algorithm is None or type(hash_block_size) is not int or hash_block_size < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from vllm.v1.core import kv_cache_coordinator as coordinators
@@ -43,7 +44,9 @@ TARGETS = (
     f"{_GROUPS}.get_manager_for_kv_cache_spec",
     "vllm.v1.core.block_pool.BlockPool",
     "vllm.v1.core.kv_cache_utils.BlockHashListWithBlockSize",
+    "vllm.v1.core.kv_cache_utils.null_head_len",
     "vllm.v1.core.kv_cache_utils.resolve_block_hashes",
+    "vllm.v1.core.kv_cache_utils.trim_null_head",
     "vllm.v1.request.Request",
     "vllm.v1.request.RequestStatus",
 )
@@ -64,6 +67,9 @@ _COORDINATORS = (
     coordinators.HybridKVCacheCoordinator,
 )
 
+# vLLM 0.33 has hashes that wait for tokens after their block, and caches no more than what has a hash.
+_CACHES_ONLY_HASHED = "num_hash_lookahead_tokens" in inspect.signature(managers.KVCacheManager).parameters
+
 
 def make_plan(manager: Any) -> _fast.Plan | None:
     """What the compiled calls have to know about a KVCacheManager; None where they don't serve it."""
@@ -82,7 +88,9 @@ def make_plan(manager: Any) -> _fast.Plan | None:
     alignment = 0
     if isinstance(coordinator, coordinators.HybridKVCacheCoordinator):
         alignment = 1 if coordinator.enable_partial_hash_hits else coordinator.scheduler_block_size
-    return _fast.Plan(manager, groups, alignment)
+    # Hashes that look ahead leave no block to be dropped: 0.33 has a set of its own for the groups that drop one.
+    dropping = getattr(coordinator, "drop_eagle_group_ids", coordinator.eagle_group_ids)
+    return _fast.Plan(manager, groups, alignment, dropping, _CACHES_ONLY_HASHED)
 
 
 def _make_group(group: Any, manager: Any, coordinator: Any) -> _fast.Group | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from kvpool._pool_events import EventFormat
 from kvpool.errors import InvalidArgumentError
 from kvpool.integrations.vllm.announcement import announce_waiting
 from kvpool.integrations.vllm.hooks import Hooks
+from kvpool.integrations.vllm.lookahead import LookaheadEvents, with_lookahead
 
 TARGETS = (
     "vllm.v1.core.block_pool.BlockPool",
@@ -31,6 +33,7 @@ TARGETS = (
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue",
     "vllm.v1.core.kv_cache_utils.BlockHashListWithBlockSize",
     "vllm.v1.core.kv_cache_utils.generate_block_hash_extra_keys",
+    "vllm.v1.core.kv_cache_utils.generate_lookahead_block_hash_extra_keys",
     "vllm.v1.core.kv_cache_utils.get_block_hash",
     "vllm.v1.core.kv_cache_utils.get_group_id",
     "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id",
@@ -50,6 +53,8 @@ VllmBlockPool = vllm_pool.BlockPool
 VllmBlockHashToBlockMap = vllm_pool.BlockHashToBlockMap
 VllmKVCacheBlock = vllm_blocks.KVCacheBlock
 VllmFreeKVCacheBlockQueue = vllm_blocks.FreeKVCacheBlockQueue
+# The arguments behind the fifth are not in the same places in all versions.
+_POOL_SIGNATURE = inspect.signature(VllmBlockPool)
 
 # Modules of vLLM that subclass the pool while they are imported: made anew over the native one.
 _SUBCLASSES = (("vllm.v1.hisparse.block_pool", "SharedEventQueueBlockPool"),)
@@ -89,8 +94,10 @@ _EVENT_FORMAT = EventFormat(
 )
 
 
-class BlockPool(block_pool.BlockPool, VllmBlockPool):  # type: ignore[misc,valid-type]
+class BlockPool(LookaheadEvents, block_pool.BlockPool, VllmBlockPool):  # type: ignore[misc,valid-type]
     """kvpool's pool under vLLM's name: same calls, same events of vLLM's own classes, same order of reuse.
+
+    Its arguments are those of the vLLM at hand, in that one's order.
 
     What corrupts vLLM's pool (a double free, a dirty block) is refused before anything changes, or with
     ``KVPOOL_ON_INVALID_FREE=warn`` skipped, logged with the block and counted in ``stats.invalid_frees``.
@@ -98,24 +105,14 @@ class BlockPool(block_pool.BlockPool, VllmBlockPool):  # type: ignore[misc,valid
 
     event_format = _EVENT_FORMAT
 
-    def __init__(
-        self,
-        num_gpu_blocks: int,
-        enable_caching: bool,
-        hash_block_size: int,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: Any = None,
-        medium: str = vllm_events.MEDIUM_GPU,
-    ) -> None:
-        super().__init__(
-            num_gpu_blocks,
-            enable_caching,
-            hash_block_size,
-            enable_kv_cache_events,
-            metrics_collector,
-            medium,
-            on_invalid_free=on_invalid_free(),
-        )
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        bound = _POOL_SIGNATURE.bind(*arguments, **named)
+        bound.apply_defaults()
+        options = bound.arguments
+        self.num_hash_lookahead_tokens = options.pop("num_hash_lookahead_tokens", 0)
+        super().__init__(**options, on_invalid_free=on_invalid_free())
+        if self.num_hash_lookahead_tokens:
+            self.event_format = with_lookahead(_EVENT_FORMAT, self.num_hash_lookahead_tokens)
         self._accept_by_hand()
         announce_waiting()
 
