@@ -33,7 +33,7 @@ from bench.manager_workloads import manager_rows
 from bench.rows import LARGE_POOL, USUAL_POOL, Row, target_rows
 from bench.sampling import FULL, QUICK, Sampler, Settings, garbage_collector_off, measure, ratio_of, sampler_of
 from bench.vllm_scheduler import make_vllm_request, make_vllm_scheduler, model_runner_output
-from bench.workloads import SEED, Workload
+from bench.workloads import GROUP, SEED, LongestPrefixHit, Workload
 
 LEVELS = ("pool", "manager", "hasher")
 NUM_RUNNING = (256, 1_024)
@@ -65,6 +65,25 @@ def load_both() -> dict[str, Implementation]:
 
     stock = load("vllm")
     return {"stock": stock, "kvpool": Implementation(stock.name, stock.version, BlockPool)}
+
+
+class HitOfFullAttention(LongestPrefixHit):
+    """The longest cached prefix as vLLM's cache manager asks for it: of its manager of full attention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        import torch
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        super().__init__(*args, **kwargs)
+        self.manager = FullAttentionManager
+        self.spec = FullAttentionSpec(block_size=HASH_BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+    def find_by_block(self, block_hashes: list[bytes]) -> list[Any]:
+        found, _ = self.manager.find_longest_cache_hit(
+            block_hashes, len(block_hashes) * HASH_BLOCK_SIZE, [GROUP], self.pool, self.spec, False, HASH_BLOCK_SIZE
+        )
+        return found[0]
 
 
 class Decoding(Workload):
@@ -158,14 +177,15 @@ def scheduler_rows() -> list[Row]:
 
 def all_rows(create_blocks: int) -> list[Row]:
     """Rows that make sense through vLLM's names, which have no arrays of ids and no call for several requests."""
-    pool = [row for row in target_rows(create_blocks) if not row.name.startswith("ids/")]
+    pool = [row for row in target_rows(create_blocks) if not row.name.startswith(("ids/", "prefix_hit"))]
+    hit = Row("prefix_hit", "longest prefix hit, batch 256", HitOfFullAttention, 15.0)
     manager = [
         Row(row.name, row.title, row.make, TARGETS.get(row.name))
         for row in manager_rows()
         if row.name != "manager/decode/batch"
     ]
     requests = [row for row in hash_rows() if row.name.startswith("request/")]
-    return [*pool, *manager, *requests, *scheduler_rows()]
+    return [*pool, hit, *manager, *requests, *scheduler_rows()]
 
 
 def measure_row(row: Row, both: dict[str, Implementation], settings: Settings) -> dict[str, list[float]]:
