@@ -365,3 +365,8 @@ def test_watchers_and_vllms_collector(make_pool: Any) -> None:
     pool.get_new_blocks(1)
     assert told == [blocks[1].block_id]
     assert len(collector.drain_events()) == 1
+
+
+def test_the_pools_signature_is_vllms() -> None:
+    """Code that asks which arguments a pool takes, as vLLM's benchmarks have to be helped with, sees them by name."""
+    assert inspect.signature(level.BlockPool) == inspect.signature(level.VllmBlockPool)

@@ -125,6 +125,10 @@ class BlockPool(LookaheadEvents, block_pool.BlockPool, VllmBlockPool):  # type: 
         super().evict_blocks(block_ids)
 
 
+# Whoever asks how a pool is made is told what this vLLM's own pool takes.
+BlockPool.__init__.__signature__ = inspect.signature(VllmBlockPool.__init__)  # type: ignore[attr-defined]
+
+
 def install(hooks: Hooks) -> None:
     """Put the native classes in the place of vLLM's, in every module that has them."""
     if _backend.BACKEND != "native":
