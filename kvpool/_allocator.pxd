@@ -35,7 +35,6 @@ cdef class BlockAllocator:
     cdef int skip_invalid(self, list blocks, Py_ssize_t i) except -1
     cdef int free_of_several_pools(self, list blocks, bint prepend) except -1
     cdef int free_checked(self, list blocks, str call, bint check_only, kvp_placement_t where) except -1
-    cdef int free_reversed(self, list blocks) except -1
     cdef int touch_nodes(self, const int32_t *ids, Py_ssize_t n, str call) except -1
 
     cdef inline bint is_observed(self) noexcept:

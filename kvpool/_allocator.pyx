@@ -280,27 +280,6 @@ cdef class BlockAllocator:
             release_batch(ids, small)
         return 0
 
-    cdef int free_reversed(self, list blocks) except -1:
-        """``free_blocks`` for a request's own table, the last block first, without turning it round."""
-        cdef Py_ssize_t i, n = PyList_GET_SIZE(blocks)
-        cdef int32_t small[SMALL]
-        cdef int32_t *ids = ids_of_size(n, small)
-        cdef kvp_fault_t fault
-        cdef kvp_status_t status
-        try:
-            for i in range(n):
-                ids[n - 1 - i] = node_in(self.home, PyList_GET_ITEM(blocks, i))
-                if ids[n - 1 - i] < 0:
-                    self.free_of_several_pools(blocks[::-1], False)
-                    return 0
-            kvpool_lock_acquire(&self.home.lock)
-            status = kvp_pool_free(self.home.pool, ids, n, KVP_PLACE_BY_HASH, &fault)
-            kvpool_lock_release(&self.home.lock)
-            raise_status(status, &fault, "free", self.home)
-        finally:
-            release_batch(ids, small)
-        return 0
-
     def _check_free(self, blocks):
         """Raises what ``free_blocks`` would raise for blocks of this pool; changes nothing."""
         self.free_checked(list(blocks), "free_blocks", True, KVP_PLACE_TAIL)

@@ -6,7 +6,7 @@
 same with arrays of ids, for callers that need no object per block.
 """
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
 
 from kvpool._allocator cimport too_few_blocks
@@ -18,7 +18,7 @@ from kvpool._block cimport (
 )
 from kvpool._kvp cimport (
     KVP_CACHE_IDEMPOTENT, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, kvp_fault_t, kvp_key_t, kvp_pool_allocate,
-    kvp_pool_find_prefix, kvp_pool_free, kvp_status_t,
+    kvp_pool_free, kvp_status_t,
 )
 from kvpool._prefix_cache cimport PrefixCache
 
@@ -61,10 +61,6 @@ BUILD_INFO = {
 }
 
 logger = logging.getLogger("kvpool")
-
-cdef enum:
-    KEYS = 128   # keys looked up in one go
-
 
 cdef class BlockPoolBase(PrefixCache):
     """See ``BlockPool``."""
@@ -143,27 +139,16 @@ cdef class BlockPoolBase(PrefixCache):
         Returns:
             int32 array, shape [hits]. O(hits).
         """
-        cdef BlockHome home = self.the_home()
+        self.the_home()
         cdef uint32_t group = parse_group(group_id)
         cdef list hashes = block_hashes if type(block_hashes) is list else list(block_hashes)
-        cdef Py_ssize_t n = PyList_GET_SIZE(hashes), done = 0, i, size
-        cdef int64_t hits
+        cdef Py_ssize_t n = PyList_GET_SIZE(hashes), done
         cdef int32_t small[SMALL]
-        cdef kvp_key_t keys[KEYS]
         if max_blocks is not None:
             n = min(n, parse_count(max_blocks))
         cdef int32_t *ids = ids_of_size(n, small)
         try:
-            while done < n:
-                size = min(n - done, KEYS)
-                for i in range(size):
-                    parse_digest(<object>PyList_GET_ITEM(hashes, done + i), group, &keys[i])
-                kvpool_lock_acquire(&home.lock)
-                hits = kvp_pool_find_prefix(home.pool, keys, size, ids + done)
-                kvpool_lock_release(&home.lock)
-                done += hits
-                if hits < size:
-                    break
+            done = self.find_prefix(hashes, n, group, ids)
             found = new_ids(done)
             memcpy(data_of(found), ids, <size_t>done * sizeof(int32_t))
         finally:

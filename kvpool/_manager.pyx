@@ -11,7 +11,7 @@ state as it would have left it.
 from cpython.dict cimport PyDict_GetItem, PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t
 from libc.string cimport memcpy
 
 from kvpool._allocator cimport too_few_blocks
@@ -19,16 +19,13 @@ from kvpool._batch cimport SMALL, ids_of_size, release_batch
 from kvpool._block cimport BlockHome, kvpool_lock_acquire, kvpool_lock_release, parse_digest
 from kvpool._block_sequence cimport BlockSequence, new_sequence
 from kvpool._kvp cimport (
-    KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, kvp_key_t, kvp_pool_allocate, kvp_pool_find_prefix, kvp_pool_free,
+    KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, kvp_key_t, kvp_pool_allocate, kvp_pool_free,
     kvp_pool_is_reachable, kvp_status_t,
 )
 from kvpool._prefix_cache cimport PrefixCache
 from kvpool._request cimport RequestBase
 
 from kvpool.request_status import RequestStatus
-
-cdef enum:
-    KEYS = 128  # keys looked up in one go
 
 cdef object WAITING = RequestStatus.WAITING
 cdef object PREEMPTED = RequestStatus.PREEMPTED
@@ -345,27 +342,18 @@ cdef class KVCacheManagerBase:
         return self.blocks_class((hits,)), hits.length * self.block_size
 
     cdef BlockSequence find_prefix(self, list hashes, Py_ssize_t n):
-        cdef kvp_key_t keys[KEYS]
-        cdef int32_t ids[KEYS]
+        cdef int32_t small[SMALL]
+        cdef int32_t *ids = ids_of_size(n, small)
         cdef BlockSequence hits = None
-        cdef Py_ssize_t done = 0, i, size
-        cdef int64_t found
-        while done < n:
-            size = min(n - done, KEYS)
-            for i in range(size):
-                parse_digest(<object>PyList_GET_ITEM(hashes, done + i), 0, &keys[i])
-            kvpool_lock_acquire(&self.home.lock)
-            found = kvp_pool_find_prefix(self.home.pool, keys, size, ids)
-            kvpool_lock_release(&self.home.lock)
+        cdef Py_ssize_t found
+        try:
+            found = self.pool.find_prefix(hashes, n, 0, ids)
             if found > 0:
-                if hits is None:
-                    hits = new_sequence(self.home, found)
-                hits.reserve(found)
-                memcpy(hits.ids + hits.length, ids, <size_t>found * sizeof(int32_t))
-                hits.length += found
-            done += found
-            if found < size:
-                break
+                hits = new_sequence(self.home, found)
+                memcpy(hits.ids, ids, <size_t>found * sizeof(int32_t))
+                hits.length = found
+        finally:
+            release_batch(ids, small)
         return hits
 
     # ---- giving back ----

@@ -5,6 +5,7 @@ from kvpool._kvp cimport kvp_cache_mode_t, kvp_key_t
 
 
 cdef class PrefixCache(BlockAllocator):
+    cdef Py_ssize_t find_prefix(self, list hashes, Py_ssize_t n, uint32_t group_id, int32_t *ids) except -1
     cdef int cache_range(self, object blocks, list hashes, Py_ssize_t scale, Py_ssize_t first, Py_ssize_t n,
                          Py_ssize_t block_size, uint32_t group_id, list mask) except -1
     cdef int nodes_to_cache(self, object blocks, Py_ssize_t first, Py_ssize_t n, list mask, int32_t *ids) except -1

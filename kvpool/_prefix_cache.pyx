@@ -3,7 +3,7 @@
 """Second third of the native pool: which blocks a hash leads to, and which hashes a block carries."""
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
 from cpython.object cimport PyObject
-from libc.stdint cimport INT32_MAX, int32_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from kvpool._allocator cimport BlockAllocator, incref, set_item
 from kvpool._batch cimport SMALL, ids_of_size, keys_of_size, release_batch
@@ -16,13 +16,17 @@ from kvpool._block_sequence cimport BlockSequence
 from kvpool._map cimport map_of_home
 from kvpool._kvp cimport (
     KVP_CACHE_PROMOTE, KVP_ENTRY_IN_MAP, KVP_NONE, KVP_NULL_BLOCK, KVP_OK, kvp_cache_mode_t, kvp_fault_t, kvp_key_t, kvp_map_entry,
-    kvp_map_find, kvp_pool_cache, kvp_pool_drop_hashes, kvp_pool_insert_hash, kvp_pool_next_secondary,
+    kvp_map_find, kvp_pool_cache, kvp_pool_drop_hashes, kvp_pool_find_prefix, kvp_pool_insert_hash, kvp_pool_next_secondary,
     kvp_pool_primary, kvp_pool_reset_hashes, kvp_pool_t, kvp_status_t,
 )
 
 from kvpool._map import BlockHashToBlockMap
 from kvpool.block_hash import make_block_hash_with_group_id, resolve_block_hashes
 from kvpool.errors import BlockStateError, InvalidArgumentError
+
+
+cdef enum:
+    KEYS = 128  # keys looked up in one go
 
 
 cdef bint is_null_block(object block) except -1:
@@ -54,6 +58,23 @@ cdef class PrefixCache(BlockAllocator):
             incref(view)
             set_item(found, i, view)
         return found
+
+    cdef Py_ssize_t find_prefix(self, list hashes, Py_ssize_t n, uint32_t group_id, int32_t *ids) except -1:
+        """Ids of the first inserted blocks of hashes[0], hashes[1] ... up to the first miss or n; returns how many."""
+        cdef kvp_key_t keys[KEYS]
+        cdef Py_ssize_t done = 0, i, size
+        cdef int64_t found
+        while done < n:
+            size = min(n - done, KEYS)
+            for i in range(size):
+                parse_digest(<object>PyList_GET_ITEM(hashes, done + i), group_id, &keys[i])
+            kvpool_lock_acquire(&self.home.lock)
+            found = kvp_pool_find_prefix(self.home.pool, keys, size, ids + done)
+            kvpool_lock_release(&self.home.lock)
+            done += found
+            if found < size:
+                break
+        return done
 
     def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id,
                           block_mask=None):

@@ -29,6 +29,7 @@ cdef class BlockRows:
     cdef object changed
 
     cdef int apply(self, batch_t *batch) except -1
+    cdef int release(self, kvp_table_status_t status, kvp_table_fault_t fault) except -1
 
 
 cdef class BlockRowGroups:

@@ -282,6 +282,10 @@ cdef class BlockRows:
         cdef kvp_table_status_t status
         kvpool_lock_acquire(&self.lock)
         status = kvp_block_table_edit(&table, 1, batch.edits, batch.num_edits, batch.ids, &fault)
+        return self.release(status, fault)
+
+    cdef int release(self, kvp_table_status_t status, kvp_table_fault_t fault) except -1:
+        """What ends a call that had the lock: raises what the status says."""
         kvpool_lock_release(&self.lock)
         return 0 if status == KVP_TABLE_OK else raise_status(status, fault)
 
@@ -324,9 +328,7 @@ cdef class BlockRows:
         cdef kvp_table_status_t status
         kvpool_lock_acquire(&self.lock)
         status = kvp_block_table_clear_row(&self.table, row_idx, &fault)
-        kvpool_lock_release(&self.lock)
-        if status != KVP_TABLE_OK:
-            raise_status(status, fault)
+        self.release(status, fault)
 
     def move_row(self, int32_t src, int32_t tgt):
         """Row ``tgt`` takes the blocks of row ``src``, which is emptied; nothing happens when they are one. O(blocks)."""
@@ -334,9 +336,7 @@ cdef class BlockRows:
         cdef kvp_table_status_t status
         kvpool_lock_acquire(&self.lock)
         status = kvp_block_table_move_row(&self.table, src, tgt, &fault)
-        kvpool_lock_release(&self.lock)
-        if status != KVP_TABLE_OK:
-            raise_status(status, fault)
+        self.release(status, fault)
 
     def swap_row(self, int32_t src, int32_t tgt):
         """Two rows change places. O(blocks)."""
@@ -344,9 +344,7 @@ cdef class BlockRows:
         cdef kvp_table_status_t status
         kvpool_lock_acquire(&self.lock)
         status = kvp_block_table_swap_rows(&self.table, src, tgt, &fault)
-        kvpool_lock_release(&self.lock)
-        if status != KVP_TABLE_OK:
-            raise_status(status, fault)
+        self.release(status, fault)
 
     def clear(self):
         """Empties all rows. O(blocks held)."""

@@ -17,7 +17,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t
 
 from kvpool._block cimport BlockHome, node_in, parse_digest
-from kvpool._kvp cimport KVP_NONE, KVP_NULL_BLOCK, kvp_key_t, kvp_map_find_block
+from kvpool._kvp cimport KVP_NULL_BLOCK, kvp_key_t, kvp_pool_is_reachable
 from kvpool._prefix_cache cimport PrefixCache
 
 cdef enum:
@@ -442,7 +442,7 @@ cdef class Plan:
                 and end // group.block_size < PyList_GET_SIZE(<object>table)):
             node = node_in(self.home, PyList_GET_ITEM(<object>table, end // group.block_size))
             parse_digest(hashes[num_hashes - 1], <int>group.group_id, &key)
-            if node > KVP_NULL_BLOCK and kvp_map_find_block(&self.home.pool.map, &key, node) != KVP_NONE:
+            if node > KVP_NULL_BLOCK and kvp_pool_is_reachable(self.home.pool, &key, node):
                 return 0
         group.manager._cache_partial_tail_block(request, num_tokens)
         return 0
