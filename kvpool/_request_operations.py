@@ -13,6 +13,7 @@ from kvpool._block_hashing import BlockHashing, parse_block_size, plain_int
 from kvpool.block_hash import BlockHash, BlockHashListWithBlockSize, resolve_block_hashes
 from kvpool.errors import InvalidArgumentError
 from kvpool.request_status import RequestStatus
+from kvpool.sampling_params import SamplingParams
 from kvpool.token_ids import TokenIds
 
 DEFAULT_MAX_TOKENS = 16  # as vLLM's sampling parameters
@@ -82,6 +83,7 @@ class RequestOperations:
             counts as 0.
         skip_reading_prefix_cache: whether to compute all of the prompt, e.g. because its log probabilities are wanted.
         session_id: passed on to events.
+        sampling_params: how its tokens are chosen, passed on to workers; None: the most likely ones.
 
     Attributes, beside the arguments:
         status: ``RequestStatus``.
@@ -135,6 +137,7 @@ class RequestOperations:
         lora_request: Any = None,
         session_id: str | None = None,
         prompt_is_token_ids: Sequence[bool] | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> None:
         if lora_name is not None and lora_request is not None:
             raise InvalidArgumentError("either lora_name or lora_request, not both")
@@ -165,6 +168,7 @@ class RequestOperations:
         self.prompt_is_token_ids = prompt_is_token_ids
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.session_id = session_id
+        self.sampling_params = sampling_params
         self.spec_token_ids: list[int] = []
         self._prompt_embeds_per_block_hashes: dict[tuple[int, int], bytes] = {}
         self.all_token_ids = TokenIds(self._all_token_ids)

@@ -18,6 +18,7 @@ CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
     ["errors", "_version", "request_status", "token_ids"],
+    ["sampling_params"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],
@@ -40,7 +41,7 @@ LAYERS = [
     ["kv_cache_manager"],
     ["scheduler"],
     ["replay", "worker", "integrations"],
-    ["doctor"],
+    ["doctor", "generation"],
     ["cli", "__main__"],
     ["__init__"],
 ]

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvpool.sampling_params import SamplingParams
+
 BlockIds = tuple[list[int], ...]
 """One list of block ids per KV cache group, in token order."""
 
@@ -35,6 +37,7 @@ class NewRequestData(msgspec.Struct, gc=False):
         block_ids: the whole block table, per KV cache group; 0 is the null block.
         num_computed_tokens: leading tokens whose keys and values are in these blocks already: the prefix hit.
         lora_name: adapter to compute with, None for the base model.
+        sampling_params: how to choose tokens, None for the most likely ones.
     """
 
     request_id: str
@@ -42,6 +45,7 @@ class NewRequestData(msgspec.Struct, gc=False):
     block_ids: BlockIds
     num_computed_tokens: int
     lora_name: str | None = None
+    sampling_params: SamplingParams | None = None
 
 
 class CachedRequestData(msgspec.Struct, gc=False):

@@ -77,6 +77,7 @@ class Step:
                 self._new_block_ids[request.request_id] or (),
                 request.num_computed_tokens,
                 request.lora_name,
+                request.sampling_params,
             )
             for request in self.new
         ]
