@@ -59,7 +59,7 @@ def test_the_device_has_the_rows_after_a_commit(place: dict[str, Any]) -> None:
         num_rows = rng.randrange(ROWS + 1)
         tables.commit(num_rows)
         for table in tables.block_tables:
-            assert table.device_rows.shape == (ROWS, table.rows.width) and table.device_rows.dtype == torch.int32
+            assert table.device_rows.shape == (ROWS, table.width) and table.device_rows.dtype == torch.int32
             assert torch.equal(table.device_rows[:num_rows].cpu(), table.host[:num_rows])
 
 
@@ -98,7 +98,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     table.append_row([7], 2)
     assert table.device_rows is table.host and table.device_rows[2, 0] == 7
     table.commit(3)
-    assert table.rows.num_changes(3) == 1
+    assert table.num_changes(3) == 1
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["lists", "arrays", "tensors"])

@@ -49,10 +49,10 @@ class BlockTableConfig:
         return self.block_size // kernel_block_size
 
 
-class BlockTable:
+class BlockTable(BlockRows):  # type: ignore[misc]  # the extension has no types
     """The block table of one KV cache group (vLLM: ``vllm.v1.worker.block_table.BlockTable``).
 
-    Edits that are refused (``InvalidArgumentError``: no such row, no room, no such block) change nothing. Not for
+    Its rows on the host are the base's: ``append_row``, ``add_row``, ``move_row``, ``swap_row``, ``clear_row``. Not for
     several threads at once.
 
     Args:
@@ -63,10 +63,9 @@ class BlockTable:
         shares_memory: whether the device reads the host's memory; by default on the CPU.
 
     Attributes:
-        rows: the native rows, in the memory of ``host``.
-        host, device_rows: int32 [max_num_rows, width]; the second is what kernels read, as of the last ``commit``.
-        num_blocks_per_row: int32 numpy array [max_num_rows], in blocks of the kernel.
-        block_size: tokens in a block of the kernel.
+        host, device_rows: int32 [max_num_rows, width]; rows are edited in the first, and the second is what kernels
+            read, as of the last ``commit``.
+        num_blocks_per_row: int32 numpy array [max_num_rows], in blocks of the kernel, as are width and ``block_size``.
         slot_mapping: int64 [max_num_tokens] on the device; behind the tokens of a step it is ``PAD_SLOT_ID``.
     """
 
@@ -81,39 +80,18 @@ class BlockTable:
     ) -> None:
         self.device = torch.device(device)
         self.shares_memory = self.device.type == "cpu" if shares_memory is None else shares_memory
-        self.block_size = config.block_size // config.ratio
         shape = (max_num_rows, config.max_blocks_per_row * config.ratio)
         if min(*shape, max_num_tokens) < 1:
             raise InvalidArgumentError(f"no table has {shape[0]} rows of {shape[1]} blocks and {max_num_tokens} tokens")
         self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self.rows = BlockRows(*shape, self.block_size, config.ratio, config.num_blocks, self.host.numpy())
-        self.num_blocks_per_row: np.ndarray[Any, Any] = self.rows.num_blocks_per_row
+        block_size = config.block_size // config.ratio
+        super().__init__(*shape, block_size, config.ratio, config.num_blocks, self.host.numpy())
         self.device_rows = self.host if self.shares_memory else torch.zeros_like(self.host, device=self.device)
         self.slot_mapping = torch.full((max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
         self._shared_slots = self.slot_mapping.numpy() if self.shares_memory else None
         self._num_slots_written = 0
         self._changes = Staging(torch.int32, self.device)
         self._slots = Staging(torch.int64, self.device)
-
-    def append_row(self, block_ids: BlockIds, row: int) -> None:
-        """Appends ids of the manager's blocks to a row. O(ids)."""
-        self.rows.append_row(block_ids, row)
-
-    def add_row(self, block_ids: BlockIds, row: int) -> None:
-        """Makes these the blocks of a row, whatever it held. O(ids + blocks held)."""
-        self.rows.add_row(block_ids, row)
-
-    def move_row(self, source: int, target: int) -> None:
-        """The target takes the blocks of the source, which is emptied. O(blocks)."""
-        self.rows.move_row(source, target)
-
-    def swap_row(self, one: int, other: int) -> None:
-        """Two rows change places. O(blocks)."""
-        self.rows.swap_row(one, other)
-
-    def clear_row(self, row: int) -> None:
-        """Empties a row: it holds the null block. O(blocks)."""
-        self.rows.clear_row(row)
 
     def commit(self, num_rows: int) -> None:
         """Makes the device's rows those of the host, for the first ``num_rows``, by one copy that nobody waits for.
@@ -123,18 +101,18 @@ class BlockTable:
         O(num_rows + changes).
         """
         self._check_num_rows(num_rows)
-        num_changes = 0 if self.shares_memory else self.rows.num_changes(num_rows)
+        num_changes = 0 if self.shares_memory else self.num_changes(num_rows)
         if num_changes == 0:
             return
         committed = self.device_rows[:num_rows]
         if 2 * num_changes >= committed.numel():
             taken = self._changes.take(committed.numel())
             taken.copy_(self.host[:num_rows].view(-1))
-            self.rows.drop_changes(num_rows)
+            self.drop_changes(num_rows)
             self._changes.send(taken, committed.view(-1))
         else:
             taken = self._changes.take(2 * num_changes)
-            self.rows.take_changes(num_rows, taken.numpy())
+            self.take_changes(num_rows, taken.numpy())
             pairs = self._changes.send(taken, torch.empty_like(taken, device=self.device)).view(num_changes, 2)
             self.device_rows.view(-1).index_put_((pairs[:, 0].long(),), pairs[:, 1])
 
@@ -172,23 +150,25 @@ class BlockTable:
     def _write_host_slots(
         self, req_indices: Any, positions: Any, num_tokens: int, slots: np.ndarray[Any, Any], num_to_write: int
     ) -> None:
-        compute_slots(self.rows, req_indices, positions, slots)
+        compute_slots(self, req_indices, positions, slots)
         if num_tokens < num_to_write:
             slots[num_tokens:num_to_write] = PAD_SLOT_ID
 
     def _check_num_rows(self, num_rows: int) -> None:
-        if not 0 <= num_rows <= self.rows.num_rows:
-            raise InvalidArgumentError(f"a batch of {num_rows} rows in a table of {self.rows.num_rows}")
+        if not 0 <= num_rows <= self.num_rows:
+            raise InvalidArgumentError(f"a batch of {num_rows} rows in a table of {self.num_rows}")
 
 
-class MultiGroupBlockTable:
+class MultiGroupBlockTable(BlockRowGroups):  # type: ignore[misc]
     """The block tables of all KV cache groups (vLLM: the class of that name).
+
+    Rows are edited in all groups by one call of the base, applied in all of them or in none: ``append_row``,
+    ``add_row``, ``move_row``, ``swap_row``, ``clear_row``, and ``apply_step`` for a whole ``SchedulerOutput``.
 
     Args: as for ``BlockTable``, with a configuration for each group.
 
     Attributes:
         block_tables: one ``BlockTable`` a group; also ``tables[i]``.
-        groups: their native rows together: an edit of all groups is one call, applied in all of them or in none.
     """
 
     def __init__(
@@ -203,42 +183,13 @@ class MultiGroupBlockTable:
         self.block_tables = [
             BlockTable(config, max_num_rows, max_num_tokens, device, shares_memory=shares_memory) for config in configs
         ]
-        self.groups = BlockRowGroups([table.rows for table in self.block_tables])
+        super().__init__(self.block_tables)
 
     def __getitem__(self, group_id: int) -> BlockTable:
         return self.block_tables[group_id]
 
     def __len__(self) -> int:
         return len(self.block_tables)
-
-    def append_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
-        """Appends to a row the ids that are given for each group. O(ids)."""
-        self.groups.append_row(block_ids, row)
-
-    def add_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
-        """Makes these the blocks of a row in each group. O(ids + blocks held)."""
-        self.groups.add_row(block_ids, row)
-
-    def move_row(self, source: int, target: int) -> None:
-        """The target takes the blocks of the source, which is emptied. O(blocks)."""
-        self.groups.move_row(source, target)
-
-    def swap_row(self, one: int, other: int) -> None:
-        """Two rows change places. O(blocks)."""
-        self.groups.swap_row(one, other)
-
-    def clear_row(self, row: int) -> None:
-        """Empties a row in each group. O(blocks)."""
-        self.groups.clear_row(row)
-
-    def apply_step(self, output: Any, row_of: dict[str, int]) -> None:
-        """Applies what a ``SchedulerOutput`` says about block tables in one native call, all of it or nothing.
-
-        Args:
-            output: new requests get their blocks, running ones the ids behind theirs, resumed ones a new table.
-            row_of: row of each request id. KeyError for one that is missing.
-        """
-        self.groups.apply_step(output, row_of)
 
     def commit(self, num_rows: int) -> None:
         """``BlockTable.commit`` of each group."""

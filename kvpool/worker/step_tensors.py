@@ -11,6 +11,8 @@ import torch
 from kvpool._table_outputs import StepOutputs
 from kvpool.worker.block_table import MultiGroupBlockTable
 
+HostArray = np.ndarray[Any, Any]
+
 
 @dataclass(frozen=True)
 class GroupTensors:
@@ -44,6 +46,8 @@ class StepTensors:
         query_starts: int32 [r + 1] on the device: first token of each request, and n.
         positions: int64 [n] on the device.
         groups: one for each KV cache group.
+        host_rows, host_seq_lens, host_query_starts: the int32 items of the first three as numpy arrays, so that nobody
+            has to wait for the device to know the shape of the step.
     """
 
     rows: torch.Tensor
@@ -51,6 +55,9 @@ class StepTensors:
     query_starts: torch.Tensor
     positions: torch.Tensor
     groups: list[GroupTensors]
+    host_rows: HostArray
+    host_seq_lens: HostArray
+    host_query_starts: HostArray
 
 
 class StepTensorBuilder:
@@ -78,7 +85,7 @@ class StepTensorBuilder:
         self._host: dict[int, torch.Tensor] = {}
         self._on_device: dict[int, torch.Tensor] = {}
         self.outputs = StepOutputs(
-            tables.groups,
+            tables,
             max_num_tokens,
             with_kv_rows=with_kv_rows,
             with_compressed=with_compressed,
@@ -88,7 +95,7 @@ class StepTensorBuilder:
     def build(self, output: Any, row_of: dict[str, int]) -> StepTensors:
         """Applies the step to the tables, sends what changed, and returns the step's tensors.
 
-        The tensors are void after the next call. Errors: see ``StepOutputs.apply_step``.
+        The tensors and arrays are void after the next call. Errors: see ``StepOutputs.apply_step``.
         """
         if self._sent is not None:
             self._sent.synchronize()
@@ -102,6 +109,9 @@ class StepTensorBuilder:
             query_starts=self._send(out.query_starts, out.num_requests + 1),
             positions=self._send(out.positions, out.num_tokens),
             groups=[self._group(group_id) for group_id in range(len(self.tables))],
+            host_rows=out.rows[: out.num_requests],
+            host_seq_lens=out.seq_lens[: out.num_requests],
+            host_query_starts=out.query_starts[: out.num_requests + 1],
         )
         if self._is_cuda:
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
