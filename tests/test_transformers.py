@@ -24,6 +24,8 @@ stock_cache = pytest.importorskip("transformers.generation.continuous_batching.c
 stock = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 integration = pytest.importorskip("kvpool.integrations.transformers")
 
+pytestmark = pytest.mark.dataplane
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 VOCABULARY = 97
 PAGE = 8  # tokens a block

@@ -20,6 +20,8 @@ if not transformers.__version__.startswith("5.19."):
 stock = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 integration = pytest.importorskip("kvpool.integrations.transformers")
 
+pytestmark = pytest.mark.dataplane
+
 PAGE = 8  # tokens a block
 HEAD = SimpleNamespace(head_dim=4, hidden_size=4, num_attention_heads=1)
 
