@@ -1,0 +1,200 @@
+"""A worker's end of the line to its scheduler.
+
+The worker ends when the scheduler says so, and when it has had no connection for ``RECONNECT_SECONDS``: a process that
+is gone, however it ended, closes its connections, and a machine that is gone stops sending heartbeats (30 s). A
+scheduler may have nothing to do for as long as it likes. While a step is being executed nobody looks; what has happened
+meanwhile is seen after the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.scheduler.output import SchedulerOutput
+from kvpool.worker.link import RECONNECT_SECONDS, Deadline, Link, LinkChange
+from kvpool.worker.messages import (
+    MAX_MESSAGE_BYTES,
+    Refusal,
+    Shutdown,
+    StepAnswer,
+    StepMessage,
+    ToWorker,
+    Welcome,
+    WorkerFailure,
+    WorkerInfo,
+    WorkerReturn,
+)
+from kvpool.worker.table_digests import TableDigests
+from kvpool.worker.worker_errors import SchedulerLostError, WorkerRefusedError
+
+logger = logging.getLogger("kvpool")
+
+_POLL_SECONDS = 0.5
+_IDENTITY_BYTES = 8
+
+Execute = Callable[[SchedulerOutput], dict[str, list[int]]]
+DigestBlocks = Callable[[SchedulerOutput], Sequence[int]]
+
+
+class WorkerConnection:
+    """A worker that takes steps from a ``Broadcaster``. For one thread, and a context manager.
+
+    Args:
+        address: of the scheduler, which may be started later.
+        rank: of this worker.
+        timeout_seconds: how long ``say_hello`` waits for the scheduler and the other ranks.
+
+    Raises:
+        InvalidArgumentError: no such address.
+        ImportError: pyzmq is not installed.
+    """
+
+    def __init__(self, address: str, rank: int, *, timeout_seconds: float = 60.0) -> None:
+        self.address = address
+        self.rank = rank
+        self.timeout_seconds = timeout_seconds
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+        self._info: WorkerInfo | None = None
+        self._is_welcome = False
+        self._sequence = 0
+        self._last_answer = b""
+        self._is_connected = False
+        self._lost: Deadline | None = None
+        # Kept over interruptions, so that the scheduler knows the worker again; no two processes have the same.
+        identity = f"{rank}-{secrets.token_hex(_IDENTITY_BYTES)}".encode()
+        self._link = Link(address, is_scheduler=False, identity=identity)
+
+    def say_hello(self, info: WorkerInfo) -> None:
+        """Reports to the scheduler, and waits until all ranks are there and agree.
+
+        Raises:
+            InvalidArgumentError: the report is of another rank.
+            WorkerRefusedError: ranks disagree, or the scheduler has no place for this worker.
+            SchedulerLostError: no scheduler, or not all ranks, within ``timeout_seconds``; or the scheduler ends.
+        """
+        if info.rank != self.rank:
+            raise InvalidArgumentError(f"a report of rank {info.rank} from the worker of rank {self.rank}")
+        self._info = info
+        if self._is_connected:
+            self._report()
+        deadline = Deadline(self.timeout_seconds)
+        while True:
+            message = self._receive(min(deadline.seconds_left, _POLL_SECONDS))
+            if isinstance(message, Welcome):
+                self._is_welcome = True
+                return
+            if message is not None:
+                raise SchedulerLostError(f"the scheduler at {self.address} ended before it had all its workers")
+            if deadline.is_over:
+                what = "has not got all its workers" if self._is_connected else "can't be reached"
+                raise SchedulerLostError(
+                    f"the scheduler at {self.address} {what} within {self.timeout_seconds:g} s (rank {self.rank})"
+                )
+
+    def serve(self, execute: Execute, digest_blocks: DigestBlocks | None = None) -> None:
+        """Executes steps and answers them until the scheduler ends it.
+
+        Args:
+            execute: a step to the tokens of ``sampled_request_ids``.
+            digest_blocks: called after each step, unless there is one rank only; for each of ``num_scheduled_tokens``,
+                in that order, a digest of the request's block tables as they are used here, non-negative and below
+                2**64. None for digests of what the messages say.
+
+        Raises:
+            SchedulerLostError: the connection is gone, a step was lost with one, or what comes is no message.
+            WorkerRefusedError: another scheduler has taken the address.
+            Exception: what ``execute`` raised; the scheduler has been told.
+        """
+        if self._info is None or not self._is_welcome:
+            raise InvalidArgumentError("say_hello comes before serve")
+        digest_blocks = digest_blocks or TableDigests().apply
+        if self._info.world_size == 1:
+            digest_blocks = _no_digests  # there is nobody to compare with
+        while True:
+            message = self._receive(_POLL_SECONDS)
+            if isinstance(message, Shutdown):
+                return
+            if isinstance(message, StepMessage) and message.sequence > self._sequence:
+                self._last_answer = self._answer(message, execute, digest_blocks)
+                self._sequence = message.sequence
+                self._link.send(self._last_answer)
+
+    def _answer(self, message: StepMessage, execute: Execute, digest_blocks: DigestBlocks) -> bytes:
+        try:
+            if message.sequence != self._sequence + 1:
+                raise SchedulerLostError(f"step {message.output.step} came, but one before it did not")
+            tokens = execute(message.output)
+            digests = list(digest_blocks(message.output))
+            answer = self._encoder.encode(StepAnswer(message.sequence, digests, tokens if self.rank == 0 else None))
+            if len(answer) > MAX_MESSAGE_BYTES:
+                raise InvalidArgumentError(f"an answer of {len(answer)} bytes; {MAX_MESSAGE_BYTES} is the most")
+            return answer
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tells the scheduler that this worker ends by an exception; ``serve`` does so if ``execute`` raises one."""
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        failure = WorkerFailure(self.rank, text, "".join(traceback.format_exception(error)))
+        self._link.send(self._encoder.encode(failure))
+
+    def _receive(self, seconds: float) -> ToWorker | None:
+        """The next message; None if there is none in this time. A refusal is raised."""
+        frames = self._link.receive(seconds)
+        if frames is None:
+            self._watch()
+            return None
+        payload = frames[-1]
+        if not payload:
+            return None
+        try:
+            message = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise SchedulerLostError(f"what the scheduler at {self.address} sent is no message: {error}") from None
+        if isinstance(message, Refusal):
+            raise WorkerRefusedError(f"the scheduler at {self.address} refused rank {self.rank}: {message.reason}")
+        return message
+
+    def _watch(self) -> None:
+        """Reports on each new connection; ends the worker when there is none for too long."""
+        for change in self._link.take_changes():
+            self._is_connected = change is LinkChange.UP
+            if not self._is_connected:
+                self._lost = Deadline(RECONNECT_SECONDS)
+                continue
+            self._lost = None
+            self._report()
+        if self._lost is not None and self._lost.is_over:
+            raise SchedulerLostError(f"the scheduler at {self.address} is gone (rank {self.rank})")
+
+    def _report(self) -> None:
+        """Says who this is, on a new connection. The scheduler sends a step once more that has not been executed."""
+        if self._is_welcome:
+            self._link.send(self._encoder.encode(WorkerReturn(self._sequence)))
+            if self._last_answer:
+                self._link.send(self._last_answer)
+        elif self._info is not None:
+            self._link.send(self._encoder.encode(self._info))
+
+    def close(self) -> None:
+        """Ends the connection; a second call does nothing. Takes a second at most."""
+        self._link.close()
+
+    def __enter__(self) -> WorkerConnection:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+def _no_digests(output: SchedulerOutput) -> list[int]:
+    return []
