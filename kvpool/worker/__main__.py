@@ -1,0 +1,206 @@
+"""A worker process: one rank of a model, for the scheduler at an address.
+
+One rank::
+
+    python -m kvpool.worker --address ipc:///tmp/kvpool --model DIR --num-blocks 1000
+
+Several on one machine (on others: torchrun's own options, and an address that they reach)::
+
+    torchrun --standalone --nproc-per-node 2 -m kvpool.worker --address tcp://10.0.0.1:5600 --model DIR
+
+Ends when the scheduler says so or is gone. Exit codes: 0 the scheduler has ended it; 1 a failure; 2 wrong usage; 130
+interrupted. Errors are one line on stderr; a failure's traceback goes to the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
+from kvpool.sizing import num_blocks_per_request
+from kvpool.worker.connection import WorkerConnection
+from kvpool.worker.messages import CacheGroupInfo, WorkerInfo
+
+if TYPE_CHECKING:
+    from kvpool.worker.model_runner import ModelRunner
+    from kvpool.worker.tensor_parallel import Ranks
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+MAX_NUM_BLOCKS = 2**31 - 1  # block ids are int32
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker computes with; the options of the command, see there."""
+
+    model: Path
+    num_blocks: int | None
+    block_size: int
+    dtype: str
+    device: str | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    attention: str | None
+
+
+@app.command()
+def main(
+    address: Annotated[str, typer.Option("--address", help="Of the scheduler: ipc://PATH or tcp://HOST:PORT.")],
+    model: Annotated[Path, typer.Option("--model", metavar="DIR", help="Folder of a model, or a .gguf file.")],
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--num-blocks",
+            min=2,
+            max=MAX_NUM_BLOCKS,
+            help="Blocks of the cache, the null block included. Default: what --max-num-seqs sequences of"
+            " --max-model-len need, or as many as fit on every rank.",
+            show_default=False,
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens per block.")] = 16,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights and cache.")] = "float32",
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu or cuda. Default: cuda if there is one.", show_default=False)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Requests at a time.")] = 128,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens of a step.")
+    ] = 2048,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len", min=1, help="Tokens of a sequence. Default: the model's limit.", show_default=False
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None, typer.Option("--attention", help="Backend. Default: the best that is here.", show_default=False)
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the scheduler and the other ranks.")
+    ] = 600.0,
+) -> None:
+    """Execute the steps of a kvpool scheduler with one rank of a model; torchrun starts several."""
+    options = WorkerOptions(
+        model,
+        num_blocks,
+        block_size,
+        dtype,
+        device,
+        max_num_seqs,
+        max_num_batched_tokens,
+        max_model_len,
+        attention,
+    )
+    with _clean_errors():
+        from kvpool.worker.tensor_parallel import Ranks
+
+        ranks = Ranks.from_environment()
+        with WorkerConnection(address, ranks.rank, timeout_seconds=timeout) as connection:
+            _run(connection, ranks, options)
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """Turns every failure into one line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted", EXIT_INTERRUPTED)
+    except InvalidArgumentError as error:
+        _fail(f"error: {error}", EXIT_USAGE)
+    except Exception as error:
+        _fail(f"error: {type(error).__name__}: {' '.join(str(error).split())}", EXIT_FAILURE)
+
+
+def _fail(line: str, code: int) -> None:
+    typer.echo(line, err=True)
+    raise typer.Exit(code)
+
+
+def _run(connection: WorkerConnection, ranks: Ranks, options: WorkerOptions) -> None:
+    from kvpool.worker.devices import default_device
+
+    with ExitStack() as stack:
+        try:
+            device = ranks.device(options.device or default_device())
+            stack.enter_context(ranks.connected(device))
+            runner = _make_runner(ranks, device, options)
+            stack.callback(runner.close)
+        except BaseException as error:
+            connection.report_failure(error)
+            raise
+        connection.say_hello(_describe(runner, ranks))
+        connection.serve(runner.execute, runner.block_digests)
+
+
+def _make_runner(ranks: Ranks, device: Any, options: WorkerOptions) -> ModelRunner:
+    """Loads the model into the host's memory and keeps this rank's part of it: on a GPU there may be no room for all
+    of it. Weights that are saved in the dtype asked for are mapped from their files, and of them only this part is
+    read."""
+    from transformers.utils import logging
+
+    from kvpool.worker.model_runner import ModelRunner, RunnerConfig
+    from kvpool.worker.pretrained import load_pretrained
+    from kvpool.worker.tensor_parallel import shard_model
+    from kvpool.worker.transformers_model import TransformersModel
+
+    be_quiet: Any = logging.disable_progress_bar
+    be_quiet()
+    whole = load_pretrained(options.model, dtype=options.dtype)
+    shard_model(whole, ranks.rank, ranks.world_size)
+    model = TransformersModel(whole.to(device))
+    config = RunnerConfig(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.max_model_len or model.max_model_len,
+        options.attention,
+    )
+    groups = model.kv_cache_groups(options.block_size)
+    num_blocks = options.num_blocks or _choose_num_blocks(groups, ranks, device, config)
+    return ModelRunner(model, KVCacheConfig(num_blocks, groups), config)
+
+
+def _choose_num_blocks(groups: list[KVCacheGroupSpec], ranks: Ranks, device: Any, config: Any) -> int:
+    """Enough for all sequences at their longest, or the most for which every rank has memory."""
+    from kvpool.worker.devices import num_blocks_that_fit
+
+    needed = 1 + config.max_num_seqs * num_blocks_per_request(
+        groups, config.max_model_len, config.max_num_batched_tokens
+    )
+    fitting = num_blocks_that_fit(groups, str(device))
+    if fitting is not None and device.type == "cpu":
+        fitting //= ranks.local_world_size
+    return ranks.minimum(needed if fitting is None else min(needed, fitting), device)
+
+
+def _describe(runner: ModelRunner, ranks: Ranks) -> WorkerInfo:
+    groups = runner.kv_cache_config.kv_cache_groups
+    return WorkerInfo(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        num_blocks=runner.kv_cache_config.num_blocks,
+        block_size=groups[0].kv_cache_spec.block_size,
+        vocab_size=runner.model.vocab_size,
+        max_model_len=runner.config.max_model_len,
+        max_num_seqs=runner.config.max_num_seqs,
+        max_num_batched_tokens=runner.config.max_num_batched_tokens,
+        kv_cache_groups=[CacheGroupInfo.from_spec(group) for group in groups],
+    )
+
+
+if __name__ == "__main__":
+    app()
