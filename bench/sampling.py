@@ -15,6 +15,8 @@ from bench.workloads import Workload
 
 Sampler = Callable[[], float]  # one sample, in ns per block
 
+CUDA_WARM_UP_CALLS = 5
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -64,6 +66,24 @@ def sampler_of(workload: Workload, sample_ms: float) -> Sampler:
     rounds = max(1, round(sample_ms * 1e6 / first)) if sample_ms > 0 else 1
     blocks = rounds * workload.blocks_per_round
     return lambda: time_rounds(workload, rounds) / blocks
+
+
+def cuda_sampler_of(workload: Workload, sample_ms: float) -> Sampler:
+    """The same by CUDA's clock: ns per call between two events on the device. ``prepare()`` is not called."""
+    import torch
+
+    def run(calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            workload.operate()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e6 / calls
+
+    run(CUDA_WARM_UP_CALLS)
+    calls = max(1, round(sample_ms * 1e6 / max(1.0, run(CUDA_WARM_UP_CALLS))))
+    return lambda: run(calls)
 
 
 def c_sampler(binary: str, row: str, sample_ms: float) -> Sampler:
