@@ -89,7 +89,9 @@ class BlockTable(BlockRows):  # type: ignore[misc]  # the extension has no types
         self.device_rows = self.host if self.shares_memory else torch.zeros_like(self.host, device=self.device)
         self.slot_mapping = torch.full((max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
         self._shared_slots = self.slot_mapping.numpy() if self.shares_memory else None
+        self._max_num_tokens = max_num_tokens
         self._num_slots_written = 0
+        self._slots_written = self.slot_mapping[:0]
         self._changes = Staging(torch.int32, self.device)
         self._slots = Staging(torch.int64, self.device)
 
@@ -128,9 +130,9 @@ class BlockTable(BlockRows):  # type: ignore[misc]  # the extension has no types
             The first n items of ``slot_mapping``, on the device. O(n + tokens of the step before).
         """
         num_tokens = len(positions)
-        if len(req_indices) != num_tokens or num_tokens > self.slot_mapping.numel():
+        if len(req_indices) != num_tokens or num_tokens > self._max_num_tokens:
             raise InvalidArgumentError(
-                f"{len(req_indices)} rows and {num_tokens} positions, in a step of at most {self.slot_mapping.numel()}"
+                f"{len(req_indices)} rows and {num_tokens} positions, in a step of at most {self._max_num_tokens}"
             )
         num_to_write = max(num_tokens, self._num_slots_written)
         if isinstance(positions, torch.Tensor) and positions.device.type != "cpu":
@@ -144,8 +146,10 @@ class BlockTable(BlockRows):  # type: ignore[misc]  # the extension has no types
             taken = self._slots.take(num_to_write)
             self._write_host_slots(req_indices, positions, num_tokens, taken.numpy(), num_to_write)
             self._slots.send(taken, self.slot_mapping[:num_to_write])
-        self._num_slots_written = num_tokens
-        return self.slot_mapping[:num_tokens]
+        if num_tokens != self._num_slots_written:  # else the same part: torch takes tens of us to cut one, cold
+            self._num_slots_written = num_tokens
+            self._slots_written = self.slot_mapping[:num_tokens]
+        return self._slots_written
 
     def _write_host_slots(
         self, req_indices: Any, positions: Any, num_tokens: int, slots: np.ndarray[Any, Any], num_to_write: int

@@ -84,6 +84,7 @@ class StepTensorBuilder:
         self._sent: torch.cuda.Event | None = None
         self._host: dict[int, torch.Tensor] = {}
         self._on_device: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, tuple[int, torch.Tensor]] = {}
         self.outputs = StepOutputs(
             tables,
             max_num_tokens,
@@ -140,12 +141,20 @@ class StepTensorBuilder:
         return array
 
     def _host_part(self, array: np.ndarray[Any, Any], num_items: int) -> torch.Tensor:
-        return self._host[id(array)][:num_items]
+        return self._leading_part(self._host[id(array)], num_items)
 
     def _send(self, array: np.ndarray[Any, Any], num_items: int) -> torch.Tensor:
-        host = self._host[id(array)]
+        host = self._host_part(array, num_items)
         if self._shares_memory:
-            return host[:num_items]
+            return host
         if id(array) not in self._on_device:
-            self._on_device[id(array)] = torch.empty_like(host, device=self._device)
-        return self._on_device[id(array)][:num_items].copy_(host[:num_items], non_blocking=True)
+            self._on_device[id(array)] = torch.empty_like(self._host[id(array)], device=self._device)
+        return self._leading_part(self._on_device[id(array)], num_items).copy_(host, non_blocking=True)
+
+    def _leading_part(self, tensor: torch.Tensor, num_items: int) -> torch.Tensor:
+        """The first items of a tensor that lives as long as this object. Steps of one size after the other are the
+        rule, and cutting a tensor costs as much as all of a step's slots."""
+        known = self._parts.get(id(tensor))
+        if known is None or known[0] != num_items:
+            known = self._parts[id(tensor)] = num_items, tensor[:num_items]
+        return known[1]
