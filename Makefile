@@ -92,7 +92,8 @@ endef
 
 # From a folder without a kvpool in it: what is imported is what was installed.
 LEG_PYTEST = cd $(LEG)/$(1) && PYTHONPATH=$(CURDIR)/$(LEG)/$(1)/site
-PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider
+# A process per core; what measures time runs in make test alone.
+PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider -n auto --dist loadfile
 
 test-debug: sdist
 	$(call install_leg,debug,KVPOOL_DEBUG=1)
@@ -107,12 +108,12 @@ test-sanitize: sdist
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m 'not slow and not timing and not dataplane'
 
 test-pure: $(VENV)/.installed
-	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests -m 'not dataplane'
+	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests -m 'not timing and not dataplane'
 
 test-sdist: sdist
 	$(call install_leg,sdist,)
 	test -z "$$(find $(LEG)/sdist/site/kvpool -name '*.c' -o -name '*.pyx')"
-	$(call LEG_PYTEST,sdist) $(PYTEST) src/tests -m 'not slow and not dataplane'
+	$(call LEG_PYTEST,sdist) $(PYTEST) src/tests -m 'not slow and not timing and not dataplane'
 
 # ---- vLLM ----
 
