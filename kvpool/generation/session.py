@@ -173,15 +173,15 @@ class GenerateSession:
         self.description = f"{settings.dtype} on {settings.device}, attention: {runner.backend.name}"
         return runner, config
 
-    def _choose_num_blocks(self, groups: list[KVCacheGroupSpec]) -> int:
-        """As many as were asked for, else as the prompts need or the memory has room for."""
+    def _choose_num_blocks(self, groups: list[KVCacheGroupSpec], num_caches: int = 1) -> int:
+        """As many as were asked for, else as the prompts need or memory has room for, if so many caches share it."""
         from kvpool.worker.devices import num_blocks_that_fit
 
         if self.settings.num_blocks is not None:
             return self.settings.num_blocks
         needed = num_blocks_needed(self.prompts, self.settings, len(groups))
         fitting = num_blocks_that_fit(groups, self.settings.device)
-        return needed if fitting is None else min(needed, fitting)
+        return needed if fitting is None else min(needed, fitting // num_caches)
 
     def _start_workers(self, max_model_len: int) -> tuple[Executor, KVCacheConfig]:
         from kvpool.worker.broadcast import Broadcaster
@@ -189,13 +189,14 @@ class GenerateSession:
         from kvpool.worker.weightless_model import read_kv_cache_groups
 
         settings = self.settings
-        # Of the whole model: ranks on one CPU share its memory, and on GPUs each has more than this says.
-        groups = read_kv_cache_groups(self._source.path, settings.block_size, settings.dtype)
+        # Before any worker loads the model: what can't be divided is known without its weights.
+        ranks = settings.tensor_parallel
+        groups = read_kv_cache_groups(self._source.path, settings.block_size, settings.dtype, ranks)
         scratch = self._exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-"))
         arguments = {
             "address": f"ipc://{scratch}/scheduler",
             "model": self._source.path,
-            "num-blocks": self._choose_num_blocks(groups),
+            "num-blocks": self._choose_num_blocks(groups, 1 if settings.device == "cuda" else ranks),
             "block-size": settings.block_size,
             "dtype": settings.dtype,
             "device": settings.device,
@@ -205,14 +206,14 @@ class GenerateSession:
             **({"attention": settings.attention} if settings.attention else {}),
         }
         words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-        workers = self._exit_stack.enter_context(LocalWorkers(settings.tensor_parallel, words))
+        workers = self._exit_stack.enter_context(LocalWorkers(ranks, words))
         broadcaster = Broadcaster(
             str(arguments["address"]),
-            settings.tensor_parallel,
+            ranks,
             timeout_seconds=STEP_SECONDS,
             check_workers=workers.check,
         )
         self._exit_stack.callback(broadcaster.close)
         info = broadcaster.wait_for_workers(START_SECONDS)
-        self.description = f"{settings.dtype} on {settings.device}, heads on {settings.tensor_parallel} ranks"
+        self.description = f"{settings.dtype} on {settings.device}, heads on {ranks} ranks"
         return broadcaster, info.kv_cache_config()

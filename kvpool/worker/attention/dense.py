@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from kvpool.worker.attention.interface import AttentionLayer
 
@@ -52,6 +51,8 @@ def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     Returns:
         [b, h, q, head_size].
     """
+    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, seconds of import
+
     bias = causal_lower_right(query.shape[2], keys.shape[2])
     return functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=layer.scale)
 
