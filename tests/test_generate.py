@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -175,6 +179,34 @@ def test_one_prompt_is_streamed_and_several_are_numbered(model: Path) -> None:
     assert alone.exit_code == several.exit_code == 0
     assert "[0] " in several.stdout and "[1] " in several.stdout and "[0]" not in alone.stdout
     assert all("tokens/s" in result.stdout and "preemptions" in result.stdout for result in (alone, several))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX terminals")
+def test_text_goes_to_a_pipe_and_the_bar_to_the_terminal(model: Path) -> None:
+    terminal, its_end = os.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "kvpool.cli",
+        "generate",
+        "--model",
+        str(model),
+        "--max-new-tokens",
+        "4",
+        "Hi",
+        "Ho",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its_end) as process:
+        os.close(its_end)
+        assert process.stdout is not None
+        text = process.stdout.read().decode(errors="replace")
+    drawn = b""
+    with contextlib.suppress(OSError):  # what reading from a terminal without another end is on Linux
+        while part := os.read(terminal, 4096):
+            drawn += part
+    os.close(terminal)
+    assert process.returncode == 0 and "[0] " in text and "[1] " in text and "\x1b" not in text
+    assert b"generating" in drawn and b"[0] " not in drawn
 
 
 def test_draws_have_a_seed(model: Path) -> None:

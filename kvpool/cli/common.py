@@ -57,8 +57,14 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
     from rich.progress import Progress
 
-    # Drawn from here and not by the bar's own thread, which would take time from the calls that are being timed.
-    with Progress(console=make_console(is_stderr=True), transient=True, auto_refresh=False) as bar:
+    # Drawn from here and not by the bar's own thread, which would take time from the calls that are being timed. What
+    # is printed goes above the bar if it is shown on the same terminal, and else to where stdout leads.
+    with Progress(
+        console=make_console(is_stderr=True),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as bar:
         task = bar.add_task(label, total=total)
         last_drawn = 0.0
 

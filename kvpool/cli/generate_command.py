@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -203,12 +204,17 @@ def _generate(
                 soft_wrap=True,
             )
             console.print()
-            with progress("generating", len(texts) * settings.max_new_tokens) as advance:
+            is_streamed = shows_text and len(texts) == 1  # a bar would be drawn over it
+            with nullcontext(_ignore) if is_streamed else progress("generating", session.max_tokens) as advance:
                 show = _shower(session.tokenizer, len(texts), advance, shows_text=shows_text)
                 report = session.run(show)
             if compares:
                 session.compare_with_transformers(report)
     return report
+
+
+def _ignore(num_tokens: int) -> None:
+    pass
 
 
 def _shower(
@@ -234,6 +240,6 @@ def _shower(
             return
         texts[number] += text
         if is_last:
-            typer.echo(f"[{number}] {texts[number]}")
+            print(f"[{number}] {texts[number]}")  # not typer's echo, which goes around the bar
 
     return show

@@ -95,6 +95,11 @@ class GenerateSession:
             enable_caching=settings.enable_prefix_caching,
         )
 
+    @property
+    def max_tokens(self) -> int:
+        """New tokens of all prompts together, if none ends early."""
+        return len(self.prompts) * self.settings.max_new_tokens
+
     def __enter__(self) -> GenerateSession:
         return self
 
