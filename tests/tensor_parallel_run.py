@@ -100,7 +100,7 @@ def run_worker() -> None:
     model_runner.ModelRunner = runner  # type: ignore[misc]
     if "FITTING" in os.environ:
         fitting = int(os.environ["FITTING"].split(",")[int(rank)])
-        devices.num_blocks_that_fit = lambda groups, device: fitting
+        devices.num_blocks_for_memory = lambda groups, available_bytes: fitting
     worker.app()
 
 

@@ -13,7 +13,7 @@ from kvpool.generation.model_source import ModelSource
 from kvpool.generation.prompts import encode_prompts
 from kvpool.generation.report import GenerateReport
 from kvpool.generation.settings import GenerateSettings
-from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
+from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, ceil_div
 from kvpool.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ OnTokens = Callable[[int, list[int], bool], None]
 def num_blocks_needed(prompts: Sequence[Sequence[int]], settings: GenerateSettings, num_groups: int) -> int:
     """Blocks with which as many prompts run as may, without shared prefixes; the null block included."""
     longest = sorted(map(len, prompts), reverse=True)[: settings.max_num_seqs]
-    blocks = [-(-(length + settings.max_new_tokens) // settings.block_size) for length in longest]
+    blocks = [ceil_div(length + settings.max_new_tokens, settings.block_size) for length in longest]
     return 1 + num_groups * sum(blocks)
 
 
@@ -85,7 +85,6 @@ class GenerateSession:
                 f"the model has room for {facts.max_model_len}"
             )
         executor, config = self._start_model(max_model_len)
-        self._exit_stack.callback(executor.close)
         self.num_blocks = config.num_blocks
         self.engine = Engine(
             config,
@@ -175,18 +174,19 @@ class GenerateSession:
         config = KVCacheConfig(self._choose_num_blocks(groups), groups)
         limits = RunnerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len, settings.attention)
         runner = ModelRunner(model, config, limits)
+        self._exit_stack.callback(runner.close)
         self.description = f"{settings.dtype} on {settings.device}, attention: {runner.backend.name}"
         return runner, config
 
-    def _choose_num_blocks(self, groups: list[KVCacheGroupSpec], num_caches: int = 1) -> int:
-        """As many as were asked for, else as the prompts need or memory has room for, if so many caches share it."""
+    def _choose_num_blocks(self, groups: list[KVCacheGroupSpec]) -> int:
+        """As many as were asked for, else as the prompts need or the memory has room for."""
         from kvpool.worker.devices import num_blocks_that_fit
 
         if self.settings.num_blocks is not None:
             return self.settings.num_blocks
         needed = num_blocks_needed(self.prompts, self.settings, len(groups))
-        fitting = num_blocks_that_fit(groups, self.settings.device)
-        return needed if fitting is None else min(needed, fitting // num_caches)
+        fitting = num_blocks_that_fit(groups, self.settings.device, self.settings.tensor_parallel)
+        return needed if fitting is None else min(needed, fitting)
 
     def _start_workers(self, max_model_len: int) -> tuple[Executor, KVCacheConfig]:
         from kvpool.worker.broadcast import Broadcaster
@@ -201,7 +201,7 @@ class GenerateSession:
         arguments = {
             "address": f"ipc://{scratch}/scheduler",
             "model": self._source.path,
-            "num-blocks": self._choose_num_blocks(groups, 1 if settings.device == "cuda" else ranks),
+            "num-blocks": self._choose_num_blocks(groups),
             "block-size": settings.block_size,
             "dtype": settings.dtype,
             "device": settings.device,

@@ -181,9 +181,7 @@ def _choose_num_blocks(groups: list[KVCacheGroupSpec], ranks: Ranks, device: Any
     needed = 1 + config.max_num_seqs * num_blocks_per_request(
         groups, config.max_model_len, config.max_num_batched_tokens
     )
-    fitting = num_blocks_that_fit(groups, str(device))
-    if fitting is not None and device.type == "cpu":
-        fitting //= ranks.local_world_size
+    fitting = num_blocks_that_fit(groups, str(device), ranks.local_world_size)
     return ranks.minimum(needed if fitting is None else min(needed, fitting), device)
 
 

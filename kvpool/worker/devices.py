@@ -19,11 +19,16 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def num_blocks_that_fit(groups: Sequence[KVCacheGroupSpec], device: str) -> int | None:
-    """Blocks in ``MEMORY_SHARE`` of the memory that is free now; None where that is not known.
+def num_blocks_that_fit(groups: Sequence[KVCacheGroupSpec], device: str, num_local_ranks: int) -> int | None:
+    """Blocks that a rank's share of ``MEMORY_SHARE`` of the free memory holds; None where that is not known.
+
+    Ranks of one machine share its memory on the CPU; each has a GPU of its own.
 
     Raises:
         InvalidArgumentError: not even one fits.
     """
     free = free_memory(torch.device(device))
-    return None if free is None else num_blocks_for_memory(groups, int(free * MEMORY_SHARE))
+    if free is None:
+        return None
+    fitting = num_blocks_for_memory(groups, int(free * MEMORY_SHARE))
+    return fitting // num_local_ranks if torch.device(device).type == "cpu" else fitting
