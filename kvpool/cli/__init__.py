@@ -1,5 +1,5 @@
 """The `kvpool` command: `replay` runs request traces, `generate` a model on the paged cache, `doctor` describes the
-installation.
+installation, `keygen` makes keys for connections.
 
 Exit codes: 0 done; 1 implementations differ or memory is short; 2 wrong usage or a bad trace; 130
 interrupted. Errors are one line on stderr. Whatever is slow to import is imported by the command that needs it.
@@ -16,6 +16,7 @@ from kvpool._version import __version__
 from kvpool.cli.common import EXIT_INTERRUPTED
 from kvpool.cli.doctor_command import doctor
 from kvpool.cli.generate_command import generate
+from kvpool.cli.keygen_command import keygen
 from kvpool.cli.replay_command import replay
 
 app = typer.Typer(
@@ -43,7 +44,7 @@ def _root(
     pass
 
 
-for command in (replay, generate, doctor):
+for command in (replay, generate, doctor, keygen):
     app.command()(command)
 
 
