@@ -89,7 +89,7 @@ class DecodeStep(Workload):
         if self.part in ("execute", "update"):
             self.output = self.scheduler.schedule()
         if self.part == "update":
-            self.tokens = self.runner.execute(self.output)
+            self.tokens = self.runner.execute(self.output).tokens
 
     def operate(self) -> None:
         if self.part == "step":
@@ -97,7 +97,7 @@ class DecodeStep(Workload):
         elif self.part == "schedule":
             self.output = self.scheduler.schedule()
         elif self.part == "execute":
-            self.tokens = self.runner.execute(self.output)
+            self.tokens = self.runner.execute(self.output).tokens
         else:
             self.scheduler.update_from_output(self.output, self.tokens)
             self.output = None
@@ -107,7 +107,7 @@ class DecodeStep(Workload):
         if self.output is None:
             return
         if self.part == "schedule":
-            self.tokens = self.runner.execute(self.output)
+            self.tokens = self.runner.execute(self.output).tokens
         self.scheduler.update_from_output(self.output, self.tokens)
         self.output = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvpool.scheduler import CachedRequestData, NewRequestData, SchedulerOutput
+from kvpool.scheduler import CachedRequestData, NewRequestData, SchedulerOutput, StepResult
 from kvpool.worker.connection import WorkerConnection
 from kvpool.worker.messages import CacheGroupInfo, WorkerInfo
 
@@ -48,7 +48,7 @@ class ThreadWorker(threading.Thread):
         address: str,
         rank: int,
         world_size: int = 1,
-        execute: Callable[[SchedulerOutput], dict[str, list[int]]] | None = None,
+        execute: Callable[[SchedulerOutput], dict[str, list[int]] | StepResult] | None = None,
         *,
         timeout_seconds: float = TIMEOUT,
         digest_blocks: Callable[[SchedulerOutput], list[int]] | None = None,
@@ -72,9 +72,10 @@ class ThreadWorker(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def _execute(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def _execute(self, output: SchedulerOutput) -> StepResult:
         self.seen.append(output)
-        return self.execute(output)
+        result = self.execute(output)
+        return result if isinstance(result, StepResult) else StepResult(result)
 
     def end(self) -> BaseException | None:
         """Waits until it has ended; what ended it."""

@@ -119,7 +119,7 @@ class PagedRun:
             self.hide_extra_groups(message)
         self.messages.append(message)
         self.num_copies += len(message.block_copies)
-        self.check_tables(message, tokens := self.runner.execute(message))
+        self.check_tables(message, tokens := self.runner.execute(message).tokens)
         if output.num_scheduled_tokens:
             self.under_way.append((output, tokens))
         if self.under_way and (len(self.under_way) >= self.settings.depth or not output.num_scheduled_tokens):

@@ -77,14 +77,14 @@ def recording_runner(folder: Path, rank: int, *, fails: bool = False) -> type:
     from kvpool.worker.model_runner import ModelRunner
 
     class RecordingRunner(ModelRunner):
-        def execute(self, output: Any) -> dict[str, list[int]]:
+        def execute(self, output: Any) -> Any:
             if fails and "fail" in output.num_scheduled_tokens:
                 raise RuntimeError("told to fail")
-            tokens = super().execute(output)
+            result = super().execute(output)
             ids = {request_id: self.block_ids_of(request_id) for request_id in output.num_scheduled_tokens}
             with (folder / f"{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"step": output.step, "ids": ids}) + "\n")
-            return tokens
+            return result
 
     return RecordingRunner
 

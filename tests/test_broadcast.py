@@ -19,7 +19,7 @@ from scheduler_runs import BLOCK_SIZE, STACKS, Workers, full_attention, generate
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import KVCacheGroupSpec, MambaSpec
 from kvpool.sampling_params import SamplingParams
-from kvpool.scheduler import SchedulerOutput
+from kvpool.scheduler import SchedulerOutput, StepResult
 
 zmq = pytest.importorskip("zmq")
 
@@ -103,7 +103,7 @@ def test_all_ranks_get_each_step_and_the_tokens_of_rank_0_come_back(
     assert info == make_info(0, 3) and broadcaster.num_blocks == NUM_BLOCKS
     assert broadcaster.wait_for_workers() is info
     steps = [make_step(1, [1, 2]), make_step(2), make_step(3)]
-    assert [broadcaster.execute(step) for step in steps] == [{"r": [0]}] * 3
+    assert [broadcaster.execute(step).tokens for step in steps] == [{"r": [0]}] * 3
     broadcaster.close()
     for worker in workers:
         assert worker.end() is None
@@ -129,7 +129,7 @@ def test_a_schedule_with_preemptions_runs_on_workers(bind: Callable[..., Broadca
     texts: dict[str, list[int]] = {request_id: [] for request_id in prompts}
     while scheduler.has_requests():
         output = scheduler.schedule()
-        for result in scheduler.update_from_output(output, broadcaster.execute(output)):
+        for result in scheduler.update_from_output(output, broadcaster.execute(output).tokens):
             texts[result.request_id] += result.new_token_ids
     assert texts == {request_id: generated(prompt, 12) for request_id, prompt in prompts.items()}
     assert scheduler.make_stats().num_preemptions > 0
@@ -143,7 +143,7 @@ def test_workers_may_be_there_first(address: str, bind: Callable[..., Broadcaste
     time.sleep(SHORT)
     broadcaster = bind(1)
     broadcaster.wait_for_workers()
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [0]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
 
 
 def test_nothing_is_left_behind(folder: Path, address: str) -> None:
@@ -255,7 +255,7 @@ def test_a_second_worker_of_a_rank_and_an_unknown_rank_are_refused(
     assert isinstance(unknown.end(), WorkerRefusedError) and "no rank 5, but 0 to 1" in str(unknown.error)
     ThreadWorker(address, 1, 2)
     broadcaster.wait_for_workers()
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [0]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
     assert first.is_alive()
 
 
@@ -270,7 +270,7 @@ def test_a_worker_that_went_away_before_all_were_there_may_be_replaced(
     for rank in range(2):
         ThreadWorker(address, rank, 2)
     broadcaster.wait_for_workers()
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [0]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
 
 
 def test_missing_ranks_are_named(bind: Callable[..., Broadcaster], address: str) -> None:
@@ -382,11 +382,34 @@ def test_an_exception_of_a_worker_reaches_the_scheduler(address: str, bind: Call
     assert [worker.end() for worker in workers] == [None, error, None]
 
 
-@pytest.mark.parametrize("tokens", [{}, {"r": [1], "other": [2]}])
-def test_tokens_of_other_requests_are_refused(
-    tokens: dict[str, list[int]], address: str, bind: Callable[..., Broadcaster]
+def test_errors_of_rank_0_come_with_its_tokens(address: str, bind: Callable[..., Broadcaster]) -> None:
+    workers = [
+        ThreadWorker(
+            address, rank, 2, lambda output, rank=rank: StepResult({"a": [rank]}, {"b": f"error of rank {rank}"})
+        )
+        for rank in range(2)
+    ]
+    broadcaster = bind(2)
+    broadcaster.wait_for_workers()
+    step = make_step(1, [1], ("a", "b"))
+    assert broadcaster.execute(step) == StepResult({"a": [0]}, {"b": "error of rank 0"})
+    broadcaster.close()
+    assert [worker.end() for worker in workers] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        StepResult({}),
+        StepResult({"r": [1], "other": [2]}),
+        StepResult({"r": [1]}, {"other": "an error"}),
+        StepResult({"r": [1]}, {"r": "an error"}),
+    ],
+)
+def test_results_of_other_requests_are_refused(
+    result: StepResult, address: str, bind: Callable[..., Broadcaster]
 ) -> None:
-    ThreadWorker(address, 0, 1, lambda output: tokens)
+    ThreadWorker(address, 0, 1, lambda output: result)
     broadcaster = bind(1)
     broadcaster.wait_for_workers()
     with pytest.raises(WorkerError, match="rank 0 sent no tokens, or not those asked for"):
@@ -440,8 +463,8 @@ def test_a_late_rank_is_named_and_its_old_answer_is_not_taken_for_the_next(
     assert raised.value.ranks == [0] and not isinstance(raised.value, WorkerLostError)
     broadcaster.timeout_seconds = TIMEOUT
     release.set()
-    assert broadcaster.execute(make_step(2)) == {"r": [102]}
-    assert broadcaster.execute(make_step(1)) == {"r": [101]}  # another scheduler, which counts from 1 again
+    assert broadcaster.execute(make_step(2)).tokens == {"r": [102]}
+    assert broadcaster.execute(make_step(1)).tokens == {"r": [101]}  # another scheduler, which counts from 1 again
 
 
 def test_a_lost_rank_is_named_before_the_time_is_over(
@@ -493,7 +516,7 @@ def test_a_new_worker_does_not_take_the_place_of_a_lost_one(address: str, bind: 
 
     ThreadWorker(address, 0, 1, let_in)
     broadcaster.wait_for_workers()
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [1]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [1]}
     assert isinstance(intruder[0].end(), WorkerRefusedError) and "has an empty cache" in str(intruder[0].error)
 
 
@@ -519,7 +542,7 @@ def test_a_connection_that_comes_back_goes_on(what: str, num_ends: int, bind: Ca
             relay.swallow_and_cut(num_ends)
         elif what == "nothing" and number == 3:
             relay.cut(num_ends)
-        assert broadcaster.execute(make_step(number, [1] if number == 1 else None)) == {"r": [number]}
+        assert broadcaster.execute(make_step(number, [1] if number == 1 else None)).tokens == {"r": [number]}
     assert [step.step for step in worker.seen] == [1, 2, 3, 4]
     broadcaster.close()
     assert worker.end() is None
@@ -536,7 +559,7 @@ def test_machines_that_fall_silent_are_lost(
     worker = ThreadWorker(relay.address, 0)
     broadcaster.wait_for_workers()
     time.sleep(4 * SHORT)  # idle is no silence
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [0]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
     relay.is_silent = True
     with pytest.raises(WorkerLostError, match="the connection of rank 0 is gone"):
         broadcaster.execute(make_step(2))
@@ -554,8 +577,8 @@ def test_a_step_that_did_not_arrive_is_sent_once_more(address: str, bind: Callab
     link_of_worker = worker.connection._link
     for report in (make_info(0, 1), messages.WorkerReturn(0)):
         link_of_worker.send(msgspec.msgpack.encode(report))
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [0]}
-    assert broadcaster.execute(make_step(2)) == {"r": [0]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
+    assert broadcaster.execute(make_step(2)).tokens == {"r": [0]}
     assert [step.step for step in worker.seen] == [1, 2]
 
 
@@ -585,7 +608,7 @@ def test_a_step_that_is_lost_for_good_ends_the_worker(address: str, bind: Callab
     broadcaster = bind(1)
     worker = ThreadWorker(address, 0)
     broadcaster.wait_for_workers()
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [0]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
     broadcaster._sequence += 1
     with pytest.raises(WorkerError, match=r"rank 0 failed: .*: step 3 came, but one before it did not"):
         broadcaster.execute(make_step(3))
@@ -608,7 +631,7 @@ def test_strangers_do_not_disturb_the_handshake(
     ThreadWorker(address, 0)
     broadcaster.wait_for_workers()
     raw.send_multipart(garbage)
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [0]}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
     raw.close()
 
 
@@ -658,7 +681,7 @@ def test_messages_have_a_largest_size(
         broadcaster.execute(make_step(1, [1], ("r",) * 200))
     raw = raw_socket(address)
     raw.send(bytes(3000))
-    assert broadcaster.execute(make_step(1, [1])) == {"r": [2**31] * 10}
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [2**31] * 10}
     with pytest.raises(WorkerError, match=r"rank 0 failed: .* an answer of .* 2000 is the most"):
         broadcaster.execute(make_step(2))
     raw.close()

@@ -26,6 +26,7 @@ from kvpool.scheduler.output import CachedRequestData, NewRequestData, Scheduler
 from kvpool.worker import model_runner  # noqa: E402
 from kvpool.worker.model_runner import ModelRunner, RunnerConfig  # noqa: E402
 from kvpool.worker.request_states import RequestStates  # noqa: E402
+from kvpool.worker.sampler import SampledTokens  # noqa: E402
 from kvpool.worker.transformers_model import TransformersModel  # noqa: E402
 
 pytestmark = pytest.mark.dataplane
@@ -235,6 +236,10 @@ def test_states_of_impossible_sizes() -> None:
 # ---- a runner over a model without weights ----
 
 
+def ones(logits: Any) -> SampledTokens:
+    return SampledTokens([1] * len(logits), {})
+
+
 class CountingModel:
     """Continues a text by counting; notes what it is called with."""
 
@@ -270,18 +275,18 @@ def runner() -> Iterator[ModelRunner]:
 
 def test_a_step_packs_known_requests_then_new_ones(runner: ModelRunner) -> None:
     a, b = NewRequestData("a", [5, 6, 7], ([1],), 0), NewRequestData("b", [10, 11, 12, 13, 14], ([2, 3],), 0)
-    assert runner.execute(message(a, b, scheduled={"a": 3, "b": 2}, sampled_request_ids=["a"])) == {"a": [8]}
+    assert runner.execute(message(a, b, scheduled={"a": 3, "b": 2}, sampled_request_ids=["a"])).tokens == {"a": [8]}
     cached = known("b", "a", tokens=[[], [8]], computed=[2, 3])
     c = NewRequestData("c", [1, 2, 3, 4, 20], ([1, 4],), 4)
     output = message(c, cached=cached, scheduled={"b": 2, "a": 1, "c": 1}, sampled_request_ids=["c", "a"])
-    assert runner.execute(output) == {"a": [9], "c": [21]}
+    assert runner.execute(output).tokens == {"a": [9], "c": [21]}
     assert runner.model.calls == [  # type: ignore[attr-defined]
         ([5, 6, 7, 10, 11], [0, 1, 2, 0, 1], [2]),
         ([12, 13, 8, 20], [2, 3, 3, 4], [2, 3]),
     ]
     assert runner.num_computed_tokens == 9
     cached = known("b", "c", tokens=[[], [21]], computed=[4, 5], ids=[None, [5]])
-    assert runner.execute(message(cached=cached, finished_request_ids=["a"])) == {"b": [15], "c": [22]}
+    assert runner.execute(message(cached=cached, finished_request_ids=["a"])).tokens == {"b": [15], "c": [22]}
     assert runner.block_ids_of("b") == ([2, 3],) and runner.block_ids_of("c") == ([1, 4, 5],)
     with pytest.raises(KeyError):
         runner.block_ids_of("a")
@@ -289,7 +294,7 @@ def test_a_step_packs_known_requests_then_new_ones(runner: ModelRunner) -> None:
 
 def test_draws_are_by_the_tokens_of_the_sampled_requests(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[Any] = []
-    monkeypatch.setattr(model_runner, "sample", lambda logits, batch: batches.append(batch) or [1] * len(logits))
+    monkeypatch.setattr(model_runner, "sample", lambda logits, batch: batches.append(batch) or ones(logits))
     drawn = SamplingParams(temperature=0.5, seed=3)
     a = NewRequestData("a", [5] * 7, ([1, 2],), 0)
     b, c = (NewRequestData(name, [6] * 5, ([3, 4],), 0, None, drawn) for name in "bc")
@@ -302,16 +307,36 @@ def test_draws_are_by_the_tokens_of_the_sampled_requests(runner: ModelRunner, mo
     assert [batch.temperatures.tolist() for batch in batches] == [[0.5, 0.5], [0.5, 0.5], [0, 0.5, 0.5]]
 
 
+def test_logits_that_are_not_finite_are_an_error_of_their_request(runner: ModelRunner) -> None:
+    new = [NewRequestData(name, [5 + i, 6, 7 + i], ([i + 1],), 0) for i, name in enumerate("abc")]
+    stock = runner.model.forward
+
+    def forward(*args: Any) -> Any:
+        logits = stock(*args)
+        logits[1, 3], logits[2] = float("nan"), float("inf")
+        return logits
+
+    runner.model.forward = forward  # type: ignore[method-assign]
+    result = runner.execute(message(*new))
+    assert result.tokens == {"a": [8]}
+    assert result.errors == {
+        name: f"the model's logits are not finite: the largest is {v}" for name, v in (("b", "nan"), ("c", "inf"))
+    }
+    runner.model.forward = stock  # type: ignore[method-assign]
+    cached = known("a", tokens=[[8]], computed=[3])
+    assert runner.execute(message(cached=cached, finished_request_ids=["b", "c"])).tokens == {"a": [9]}
+
+
 def test_in_the_middle_of_a_prompt_there_are_no_logits(runner: ModelRunner) -> None:
     a = NewRequestData("a", [5, 6, 7], ([1],), 0)
-    assert runner.execute(message(a, scheduled={"a": 2}, sampled_request_ids=[])) == {}
+    assert runner.execute(message(a, scheduled={"a": 2}, sampled_request_ids=[])).tokens == {}
     assert runner.model.calls == [([5, 6], [0, 1], [])]  # type: ignore[attr-defined]
 
 
 def test_a_message_without_tokens(runner: ModelRunner) -> None:
     runner.execute(message(NewRequestData("a", [5], ([1],), 0)))
     runner.kv_cache.layers[0].fill_(1.0)
-    assert runner.execute(message(finished_request_ids=["a"], new_block_ids_to_zero=[3])) == {}
+    assert runner.execute(message(finished_request_ids=["a"], new_block_ids_to_zero=[3])).tokens == {}
     assert len(runner.states) == 0 and not runner.kv_cache.layers[0][3].any()
 
 
@@ -330,7 +355,7 @@ def test_a_refused_message_changes_nothing(runner: ModelRunner) -> None:
     with pytest.raises(InvalidArgumentError, match="'a' is new"):
         runner.execute(bad)
     assert runner.kv_cache.layers[0].all()
-    assert runner.execute(message(cached=known("a", tokens=[[6]], computed=[1]))) == {"a": [7]}
+    assert runner.execute(message(cached=known("a", tokens=[[6]], computed=[1]))).tokens == {"a": [7]}
 
 
 def test_steps_beyond_the_limits_are_refused() -> None:
@@ -411,7 +436,7 @@ def test_sequences_longer_than_the_models() -> None:
 def test_logits_of_the_sampled_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     run = PagedRun(TransformersModel(make_model()), RunSettings(4, max_num_batched_tokens=20))
     shapes: list[Any] = []
-    monkeypatch.setattr(model_runner, "sample", lambda logits, batch: shapes.append(logits.shape) or [1] * len(logits))
+    monkeypatch.setattr(model_runner, "sample", lambda logits, batch: shapes.append(logits.shape) or ones(logits))
     run.generate(make_prompts([5, 30, 9]), 4)
     assert [shape[0] for shape in shapes] == [len(m.sampled_request_ids) for m in run.messages if m.sampled_request_ids]
     assert shapes[0][0] < len(run.messages[0].num_scheduled_tokens)

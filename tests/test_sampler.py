@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.worker import sampler  # noqa: E402
-from kvpool.worker.sampler import SamplingBatch, sample, uniform_numbers  # noqa: E402
+from kvpool.worker.sampler import NO_TOKEN, SamplingBatch, uniform_numbers  # noqa: E402
 
 pytestmark = pytest.mark.dataplane
 
 INF = float("inf")
+
+
+def sample(logits: Any, batch: SamplingBatch | None = None) -> list[int]:
+    """Tokens of requests none of which fails."""
+    sampled = sampler.sample(logits, batch)
+    assert not sampled.errors
+    return sampled.token_ids
 
 
 def batch_of(
@@ -75,14 +82,40 @@ def test_greedy_takes_the_first_of_the_best(dtype: Any) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), INF, None])
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}])
-def test_logits_that_are_not_finite_are_refused(bad: float | None, params: dict[str, float]) -> None:
-    logits = torch.zeros(3, 5)
-    if bad is None:
-        logits[1] = -INF
-    else:
-        logits[1, 2] = bad
-    with pytest.raises(InvalidArgumentError, match="the largest logit in row 1 is"):
-        sample(logits, batch_of(3, **params))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_not_finite_are_errors_of_their_rows(
+    bad: float | None, params: dict[str, float], dtype: Any
+) -> None:
+    logits = (3 * torch.randn(6, 700, generator=torch.Generator().manual_seed(7))).to(dtype)
+    wanted = sample(logits, batch_of(6, **params))
+    for rows in ([1], [0, 5], list(range(6))):
+        spoilt = logits.clone()
+        for row in rows:
+            if bad is None:
+                spoilt[row] = -INF
+            else:
+                spoilt[row, 2 + 100 * row] = bad
+        for batch in (batch_of(6, **params), batch_of(6, **{**params, "temperature": [0.0, 1.0] * 3})):
+            sampled = sampler.sample(spoilt, batch)
+            assert list(sampled.errors) == rows
+            shown = str(-INF if bad is None else bad)
+            assert set(sampled.errors.values()) == {f"the model's logits are not finite: the largest is {shown}"}
+            assert [place for place, token_id in enumerate(sampled.token_ids) if token_id == NO_TOKEN] == rows
+        assert [t for t in sampler.sample(spoilt, batch_of(6, **params)).token_ids if t != NO_TOKEN] == [
+            t for place, t in enumerate(wanted) if place not in rows
+        ]
+
+
+def test_bad_rows_cost_the_good_ones_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there is an error is known from the tokens: the device is waited for once."""
+    waits: list[int] = []
+    stock = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or stock(tensor))
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(8))
+    sampler.sample(logits, batch_of(6))
+    assert len(waits) == 1
+    logits[3, 0] = float("nan")
+    assert sampler.sample(logits, batch_of(6)).errors.keys() == {3} and len(waits) == 3
 
 
 @pytest.mark.parametrize("vocab_size", [5, 256, 257, 1000])
@@ -201,6 +234,14 @@ def test_the_best_token_keeps_very_low_temperatures_company() -> None:
     logits = torch.tensor([[-1e30, 5.0, 4.999, 3e4]]).expand(50, -1)
     assert set(sample(logits, batch_of(50, temperature=1e-300, top_p=0.5))) == {3}
     assert set(sample(logits, batch_of(50, temperature=1e-6))) == {3}
+
+
+def test_at_the_highest_temperatures_all_that_may_be_drawn_is_equally_likely() -> None:
+    logits = torch.tensor([-INF, 5.0, 4.0, -INF, 3e38, 0.0])
+    for temperature in (1e300, sys.float_info.max):
+        counts = drawn_counts(logits.clamp(max=9), 4000, temperature=temperature)
+        assert counts[[0, 3]].sum() == 0 and counts[[1, 2, 4, 5]].min() > 800
+        assert set(sample(logits.expand(50, -1), batch_of(50, temperature=temperature))) <= {1, 2, 4, 5}
 
 
 def test_numbers_are_uniform_and_do_not_follow_each_other() -> None:

@@ -99,7 +99,7 @@ def generate(
         num_hit_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_requests)
         ids = {request_id: manager.get_block_ids(request_id) for request_id in output.num_scheduled_tokens}
         steps.append((output.step, {request_id: list(map(list, groups)) for request_id, groups in ids.items()}))
-        for result in scheduler.update_from_output(output, broadcaster.execute(output)):
+        for result in scheduler.update_from_output(output, broadcaster.execute(output).tokens):
             tokens[int(result.request_id)] += result.new_token_ids
     return Outcome(tokens, steps, scheduler.make_stats().num_preemptions, num_hit_tokens)
 

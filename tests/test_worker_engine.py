@@ -9,7 +9,7 @@ import pytest
 from kvpool import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvpool.errors import InvalidArgumentError
 from kvpool.sampling_params import SamplingParams
-from kvpool.scheduler import RequestTooLargeError, SchedulerConfig, SchedulerOutput
+from kvpool.scheduler import RequestTooLargeError, SchedulerConfig, SchedulerOutput, StepResult
 from kvpool.worker.engine import Engine
 
 BLOCK_SIZE = 4
@@ -25,7 +25,7 @@ class CountingExecutor:
         self.params: dict[str, SamplingParams | None] = {}
         self.num_closed = 0
 
-    def execute(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute(self, output: SchedulerOutput) -> StepResult:
         for new in output.scheduled_new_requests:
             self.texts[new.request_id] = list(new.prompt_token_ids)
             self.params[new.request_id] = new.sampling_params
@@ -33,7 +33,7 @@ class CountingExecutor:
         tokens = {request_id: [self.texts[request_id][-1] + 1] for request_id in output.sampled_request_ids}
         for request_id, new_tokens in tokens.items():
             self.texts[request_id] += new_tokens
-        return tokens
+        return StepResult(tokens)
 
     def close(self) -> None:
         self.num_closed += 1

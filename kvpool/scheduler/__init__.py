@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.scheduler.admission import RequestTooLargeError
 from kvpool.scheduler.config import SchedulerConfig, SchedulingPolicy
-from kvpool.scheduler.output import CachedRequestData, NewRequestData, RequestOutput, SchedulerOutput
+from kvpool.scheduler.output import CachedRequestData, NewRequestData, RequestOutput, SchedulerOutput, StepResult
 from kvpool.scheduler.queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue, create_request_queue
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.stats import SchedulerStats
@@ -22,5 +22,6 @@ __all__ = [
     "SchedulerOutput",
     "SchedulerStats",
     "SchedulingPolicy",
+    "StepResult",
     "create_request_queue",
 ]

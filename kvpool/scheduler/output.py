@@ -102,6 +102,18 @@ class SchedulerOutput(msgspec.Struct, gc=False):
     block_copies: list[tuple[int, int]]
 
 
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """What an executor has made of a step: for each of ``sampled_request_ids`` either tokens or an error.
+
+    Attributes:
+        tokens: the next tokens by request id.
+        errors: by request id, the reason why there is no token. The request ends with it; the others go on.
+    """
+
+    tokens: dict[str, list[int]]
+    errors: dict[str, str] = {}
+
+
 class RequestOutput(msgspec.Struct, gc=False):
     """What a request got out of a step.
 

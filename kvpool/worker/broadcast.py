@@ -23,7 +23,7 @@ import msgspec
 
 from kvpool._version import __version__
 from kvpool.errors import InvalidArgumentError
-from kvpool.scheduler.output import SchedulerOutput
+from kvpool.scheduler.output import SchedulerOutput, StepResult
 from kvpool.worker.connection import WorkerConnection
 from kvpool.worker.link import RECONNECT_SECONDS, Deadline, Link, LinkChange
 from kvpool.worker.messages import (
@@ -199,14 +199,14 @@ class Broadcaster:
 
     # ---- a step ----
 
-    def execute(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute(self, output: SchedulerOutput) -> StepResult:
         """Has all ranks execute a step. One message of the size of the step to each, one answer from each.
 
         After a WorkerTimeoutError steps may go on: the late rank takes them in order, and its late answer is dropped.
         After any other error nothing can: some ranks have executed the step and some have not.
 
         Returns:
-            The tokens that rank 0 sampled, by request id.
+            The tokens that rank 0 sampled, and its errors.
 
         Raises:
             WorkerError: a worker raised an exception, or its answer makes no sense.
@@ -226,7 +226,7 @@ class Broadcaster:
         self._send_all(payload)
         answers = self._collect(output.step, payload)
         self._compare(output, answers)
-        return answers[0].tokens or {}
+        return StepResult(answers[0].tokens or {}, answers[0].errors)
 
     def _send_all(self, payload: bytes) -> None:
         """Whoever has no connection now gets it when he is back, or is lost."""
@@ -287,7 +287,8 @@ class Broadcaster:
                 told = ", ".join(map(repr, differing[:3])) or "a number of requests"
                 text = f"step {output.step}: ranks 0 and {rank} have different block ids for {told}"
                 raise self._break(WorkerMismatchError(text))
-        if answers[0].tokens is None or answers[0].tokens.keys() != set(output.sampled_request_ids):
+        tokens, errors, sampled = answers[0].tokens, answers[0].errors, output.sampled_request_ids
+        if tokens is None or tokens.keys() & errors.keys() or tokens.keys() | errors.keys() != set(sampled):
             raise self._break(WorkerError(f"step {output.step}: rank 0 sent no tokens, or not those asked for", 0))
 
     # ---- the line ----

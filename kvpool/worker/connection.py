@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.scheduler.output import SchedulerOutput
+from kvpool.scheduler.output import SchedulerOutput, StepResult
 from kvpool.worker.link import RECONNECT_SECONDS, Deadline, Link, LinkChange
 from kvpool.worker.messages import (
     MAX_MESSAGE_BYTES,
@@ -39,7 +39,7 @@ logger = logging.getLogger("kvpool")
 _POLL_SECONDS = 0.5
 _IDENTITY_BYTES = 8
 
-Execute = Callable[[SchedulerOutput], dict[str, list[int]]]
+Execute = Callable[[SchedulerOutput], StepResult]
 DigestBlocks = Callable[[SchedulerOutput], Sequence[int]]
 
 
@@ -103,7 +103,7 @@ class WorkerConnection:
         """Executes steps and answers them until the scheduler ends it.
 
         Args:
-            execute: a step to the tokens of ``sampled_request_ids``.
+            execute: a step to the tokens, or errors, of ``sampled_request_ids``.
             digest_blocks: called after each step, unless there is one rank only; for each of ``num_scheduled_tokens``,
                 in that order, a digest of the request's block tables as they are used here, non-negative and below
                 2**64. None for digests of what the messages say.
@@ -131,9 +131,10 @@ class WorkerConnection:
         try:
             if message.sequence != self._sequence + 1:
                 raise SchedulerLostError(f"step {message.output.step} came, but one before it did not")
-            tokens = execute(message.output)
+            result = execute(message.output)
             digests = list(digest_blocks(message.output))
-            answer = self._encoder.encode(StepAnswer(message.sequence, digests, tokens if self.rank == 0 else None))
+            told = (result.tokens, result.errors) if self.rank == 0 else ()
+            answer = self._encoder.encode(StepAnswer(message.sequence, digests, *told))
             if len(answer) > MAX_MESSAGE_BYTES:
                 raise InvalidArgumentError(f"an answer of {len(answer)} bytes; {MAX_MESSAGE_BYTES} is the most")
             return answer

@@ -14,14 +14,14 @@ from kvpool.kv_cache_manager import KVCacheManager
 from kvpool.kv_cache_spec import KVCacheConfig
 from kvpool.request import Request
 from kvpool.sampling_params import SamplingParams
-from kvpool.scheduler import RequestOutput, Scheduler, SchedulerConfig, SchedulerOutput
+from kvpool.scheduler import RequestOutput, Scheduler, SchedulerConfig, SchedulerOutput, StepResult
 
 
 class Executor(Protocol):
     """Computes steps."""
 
-    def execute(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """The next token of each of ``sampled_request_ids``."""
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """The next token of each of ``sampled_request_ids``, or why there is none."""
 
     def close(self) -> None:
         """Gives back what it holds; safe to call again."""
@@ -103,8 +103,10 @@ class Engine:
             raise RuntimeError(f"step {output.step} has no tokens, but there are requests that wait")
         for new in output.scheduled_new_requests:
             self.num_hit_tokens[new.request_id] = new.num_computed_tokens
-        tokens = self._executor.execute(output)
-        return self.scheduler.update_from_output(output, tokens)
+        result = self._executor.execute(output)
+        for request_id, reason in result.errors.items():
+            raise RuntimeError(f"request {request_id!r}: {reason}")
+        return self.scheduler.update_from_output(output, result.tokens)
 
     def generate(
         self,

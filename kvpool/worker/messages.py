@@ -129,11 +129,13 @@ class StepAnswer(msgspec.Struct, frozen=True, gc=False, tag="answer"):
         sequence: of the ``StepMessage``.
         block_digests: for each of ``num_scheduled_tokens``, in that order, a digest of the request's block tables.
         tokens: by request id; of rank 0 only, None from the others.
+        errors: by request id, why there are no tokens for it; of rank 0 only.
     """
 
     sequence: int
     block_digests: list[int]
     tokens: dict[str, list[int]] | None = None
+    errors: dict[str, str] = {}
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failure"):

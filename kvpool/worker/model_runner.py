@@ -11,7 +11,7 @@ import torch
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import AttentionSpec, KVCacheConfig, ceil_div
-from kvpool.scheduler.output import BlockIds, SchedulerOutput
+from kvpool.scheduler.output import BlockIds, SchedulerOutput, StepResult
 from kvpool.worker.attention import create_backend
 from kvpool.worker.block_table import BlockTableConfig, MultiGroupBlockTable
 from kvpool.worker.paged_attention import PagedAttention
@@ -117,18 +117,18 @@ class ModelRunner:
         self._staged_ids = Staging(torch.int64, model.device)
         self._is_closed = False
 
-    def execute(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute(self, output: SchedulerOutput) -> StepResult:
         """Computes a step.
 
         Args:
             output: the message of the scheduler; messages come in the order of their steps.
 
         Returns:
-            The next token of each of ``sampled_request_ids``.
+            The next token of each of ``sampled_request_ids``, or an error where its logits are not finite.
 
         Raises:
             InvalidArgumentError: see ``RequestStates.check``, in which case nothing has changed; a step larger than the
-                limits; block ids outside the cache; logits that are not finite.
+                limits; block ids outside the cache.
         """
         if self._is_closed:
             raise InvalidArgumentError("this model runner has been closed")
@@ -137,7 +137,7 @@ class ModelRunner:
             self._prepare_blocks(output)
             self.states.apply(output)
             if not output.num_scheduled_tokens:
-                return {}
+                return StepResult({})
             step = self._builder.build(output, self.states.row_of)
             input_ids = self._pack_input_ids(output, step)
             request_ids, requests, logit_rows = self._sampled(output, step)
@@ -145,9 +145,13 @@ class ModelRunner:
             logits = self.model.forward(input_ids, step.positions, self._attention, logit_rows)
             self.num_computed_tokens += len(input_ids)
             if not request_ids:
-                return {}
-            tokens = sample(logits, self._sampling_batch(step, requests))
-            return {request_id: [token] for request_id, token in zip(request_ids, tokens)}
+                return StepResult({})
+            sampled = sample(logits, self._sampling_batch(step, requests))
+            tokens = {request_id: [token] for request_id, token in zip(request_ids, sampled.token_ids)}
+            errors = {request_ids[place]: reason for place, reason in sampled.errors.items()}
+            for request_id in errors:
+                del tokens[request_id]
+            return StepResult(tokens, errors)
 
     def _prepare_blocks(self, output: SchedulerOutput) -> None:
         if output.new_block_ids_to_zero:

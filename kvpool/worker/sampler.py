@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpool.errors import InvalidArgumentError
-
 Array = np.ndarray[Any, Any]
 
 CHUNK = 256  # tokens
 FEW_TOKENS = 1024  # that usually hold the probability top_p asks for: sorted first, and all only where they don't
-NOT_FINITE = -1  # in place of a token
+NO_TOKEN = -1  # in place of a token, of a request whose logits are not finite
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,32 @@ class SamplingBatch:
     num_tokens: Array
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch | None = None) -> list[int]:
+@dataclass(frozen=True)
+class SampledTokens:
+    """What came out for k requests.
+
+    Attributes:
+        token_ids: the next token of each; ``NO_TOKEN`` where its logits are not finite.
+        errors: the reason for that, by place in the batch.
+    """
+
+    token_ids: list[int]
+    errors: dict[int, str]
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch | None = None) -> SampledTokens:
     """The next token of each request.
 
     Args:
         logits: [k, vocab_size], of any floating-point dtype; computed with in float32. -inf: never this token.
         batch: None where all take the most likely token: the first of several equal ones.
 
-    Raises:
-        InvalidArgumentError: a request has a NaN or an infinity for its largest logit.
+    Returns:
+        Tokens; an error for a request that has a NaN or an infinity for its largest logit, which changes nothing for
+        the others.
 
-    Waits for the device. O(k * vocab_size), with top_p alone O(k * vocab_size * log(vocab_size)) where the
-    probabilities are flat.
+    Waits for the device once, and once more where there are errors. O(k * vocab_size), with top_p alone
+    O(k * vocab_size * log(vocab_size)) where the probabilities are flat.
     """
     largest, tokens = _best(logits)
     if batch is not None:
@@ -66,11 +78,17 @@ def sample(logits: torch.Tensor, batch: SamplingBatch | None = None) -> list[int
         elif len(drawn):
             rows = torch.from_numpy(drawn).to(logits.device)
             tokens.index_copy_(0, rows, _draw(logits.index_select(0, rows), batch, drawn))
-    token_ids: list[int] = torch.where(largest.isfinite(), tokens, NOT_FINITE).tolist()
-    if NOT_FINITE in token_ids:
-        row = token_ids.index(NOT_FINITE)
-        raise InvalidArgumentError(f"the largest logit in row {row} is {float(largest[row])}")
-    return token_ids
+    token_ids: list[int] = torch.where(largest.isfinite(), tokens, NO_TOKEN).tolist()
+    return SampledTokens(token_ids, _errors(largest, token_ids) if NO_TOKEN in token_ids else {})
+
+
+def _errors(largest: torch.Tensor, token_ids: list[int]) -> dict[int, str]:
+    values = largest.tolist()
+    return {
+        row: f"the model's logits are not finite: the largest is {values[row]}"
+        for row, token_id in enumerate(token_ids)
+        if token_id == NO_TOKEN
+    }
 
 
 def _best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +134,8 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch, drawn: Array) -> torch.Ten
     weights[:, vocab_size:] = 0
     scores = weights[:, :vocab_size]
     torch.sub(logits.float(), logits.amax(-1, keepdim=True).float(), out=scores)  # the largest is 0
-    scores /= temperature.float().clamp(min=torch.finfo(torch.float32).tiny)
+    limits = torch.finfo(torch.float32)
+    scores /= temperature.clamp(min=limits.tiny, max=limits.max).float()
     if top_ks.any():
         _keep_top_k(scores, top_k.long(), int(top_ks.max()))
     if (top_ps < 1.0).any():
