@@ -12,8 +12,16 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-DEBUG = os.environ.get("KVPOOL_DEBUG") == "1"
-SANITIZE = os.environ.get("KVPOOL_SANITIZE") == "1"
+
+def is_on(variable):
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise SystemExit(f"{variable} is 0 or 1, not {value!r}")
+    return value == "1"
+
+
+DEBUG = is_on("KVPOOL_DEBUG")
+SANITIZE = is_on("KVPOOL_SANITIZE")
 
 SOURCES = [
     f"csrc/kvp_{name}.c"

@@ -1,14 +1,17 @@
 """Which implementation carries the classes: the extension, or the pure-Python twin with KVPOOL_PURE_PYTHON=1.
 
-A broken or missing extension is an ImportError, never a silent change to the slow twin.
+A broken or missing extension is an ImportError, never a silent change to the slow twin. A value of the variable that is
+neither 0 nor 1 is an InvalidArgumentError, never a silent choice of one of them.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-PURE_PYTHON = os.environ.get("KVPOOL_PURE_PYTHON") == "1"
+from kvpool.environment import read_switch
+
+VARIABLE = "KVPOOL_PURE_PYTHON"
+PURE_PYTHON = read_switch(VARIABLE)
 BACKEND = "reference" if PURE_PYTHON else "native"
 
 if TYPE_CHECKING or PURE_PYTHON:

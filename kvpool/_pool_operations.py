@@ -67,6 +67,10 @@ class PoolOperations(PoolEvents):
     ) -> None:
         if max_queued_events is not None and max_queued_events < 1:
             raise InvalidArgumentError(f"max_queued_events must be at least 1, not {max_queued_events}")
+        if enable_kv_cache_events:
+            # What the environment says about hashes in events is read anew for each event: refused now if it means
+            # nothing, not in the midst of a later call.
+            self.event_format.hash_converter()(b"")
         super().__init__(
             num_gpu_blocks,
             enable_caching,

@@ -10,11 +10,12 @@ what consumers of vLLM see; ``KVPOOL_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` publishe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
+from kvpool.environment import read_switch
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
@@ -34,10 +35,12 @@ def _unchanged(block_hash: bytes) -> bytes:
 
 
 def external_block_hash_converter() -> Callable[[bytes], ExternalBlockHash]:
-    """The conversion that the environment asks for now; for loops, where one look at the environment is enough."""
-    if os.environ.get(USE_INT_BLOCK_HASHES_VARIABLE) == "0":
-        return _unchanged
-    return _low_64_bits
+    """The conversion that the environment asks for now; for loops, where one look at the environment is enough.
+
+    Raises:
+        InvalidArgumentError: the variable is neither ``"0"`` nor ``"1"``. A pool with events asks when it is made.
+    """
+    return _low_64_bits if read_switch(USE_INT_BLOCK_HASHES_VARIABLE, default=True) else _unchanged
 
 
 def to_external_block_hash(block_hash: bytes) -> ExternalBlockHash:
@@ -49,6 +52,9 @@ def to_external_block_hash(block_hash: bytes) -> ExternalBlockHash:
     Returns:
         Its last 8 bytes as an unsigned integer, or the digest itself where the environment variable
         ``KVPOOL_KV_EVENTS_USE_INT_BLOCK_HASHES`` is ``"0"`` at the time of the call.
+
+    Raises:
+        InvalidArgumentError: the variable is neither ``"0"`` nor ``"1"``.
     """
     return external_block_hash_converter()(block_hash)
 

@@ -58,6 +58,12 @@ print(kvpool.BACKEND, kvpool.BlockPool is reference.BlockPool, kvpool.KVCacheBlo
             assert run(code, KVPOOL_PURE_PYTHON=value) == "native False False"
 
 
+@pytest.mark.parametrize("value", ["true", "yes", "2", " 1", "no"])
+def test_a_value_that_selects_no_backend_is_refused_by_name(value: str) -> None:
+    code = "try:\n    import kvpool\nexcept ValueError as error:\n    print(type(error).__name__, error)"
+    assert run(code, KVPOOL_PURE_PYTHON=value) == f"InvalidArgumentError KVPOOL_PURE_PYTHON is 0 or 1, not {value!r}"
+
+
 def test_the_twin_works_without_the_extension() -> None:
     code = """
 import sys

@@ -18,7 +18,7 @@ CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
     ["errors", "_version", "request_status", "token_ids"],
-    ["sampling_params"],
+    ["sampling_params", "environment"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],

@@ -14,11 +14,10 @@ bytes, which takes two to eight times less time.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from kvpool._table_outputs import PAD_SLOT_ID
+from kvpool.environment import read_switch
 from kvpool.errors import InvalidArgumentError
 from kvpool.worker.block_ids import BlockIds, are_inside, check_not_null, check_pairs, checked_ids, ids_on
 from kvpool.worker.cache_memory import allocate_blocks
@@ -76,7 +75,7 @@ class PagedKVCache:
         self._half_blocks = [layer.view(2 * num_blocks, -1) for layer in self.layers]
         self._is_cpu, self._is_cuda = self.device.type == "cpu", self.device.type == "cuda"
         self._word_rows = [_as_words(rows) for rows in self._rows] if self._is_cpu else [None] * num_layers
-        self._checks_slots = not self._is_cuda or os.environ.get("KVPOOL_DEBUG") == "1"
+        self._checks_slots = read_switch("KVPOOL_DEBUG") or not self._is_cuda
 
     @staticmethod
     def num_blocks_for(

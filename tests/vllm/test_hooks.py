@@ -105,7 +105,20 @@ def test_levels_by_value_of_the_variable(value: str | None, wanted: tuple[str, .
     assert levels.requested_levels(value) == wanted
 
 
-@pytest.mark.parametrize(("value", "message"), [("pool,pol", "no such level: pol"), ("manager", "manager needs pool")])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("pool,pol", "no such level: 'pol'"),
+        ("manager", "manager needs pool"),
+        ("true", "no such level: 'true'"),
+        ("2", "no such level: '2'"),
+        ("0,pool", "no such level: '0'"),
+        (",", "no such level: ''"),
+        (" ", "no such level: ''"),
+        ("pool,", "no such level: ''"),
+        ("x" * 10_000, "no such level: 'x{60}'\\.\\.\\. "),
+    ],
+)
 def test_levels_that_make_no_sense(value: str, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         levels.requested_levels(value)

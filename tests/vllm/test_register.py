@@ -154,17 +154,17 @@ def one_warning(lines: list[logging.LogRecord]) -> str:
     return message
 
 
-@pytest.mark.parametrize("value", ["pool,poool", "manager"])
+@pytest.mark.parametrize("value", ["pool,poool", "manager", "true", "no"])
 def test_a_value_that_makes_no_sense(
     value: str, lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(levels.VARIABLE, value)
-    assert f"{levels.VARIABLE}={value}" in one_warning(lines)
+    assert f"{levels.VARIABLE}={value!r}: " in one_warning(lines)
 
 
 def test_an_unknown_policy_for_invalid_frees(lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(level.INVALID_FREE_VARIABLE, "ignore")
-    assert "KVPOOL_ON_INVALID_FREE is raise or warn, not ignore" in one_warning(lines)
+    assert "KVPOOL_ON_INVALID_FREE is raise or warn, not 'ignore'" in one_warning(lines)
 
 
 def test_a_vllm_that_nobody_checked(lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,22 +206,58 @@ def test_a_level_that_fails_half_way_is_undone(lines: list[logging.LogRecord], m
     assert "AttributeError: no such hook" in one_warning(lines)
 
 
+@pytest.mark.parametrize("wanted", ["1", "pool", "hasher", "tables"])
 def test_the_pure_python_twin_does_not_take_vllms_place(
-    lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+    wanted: str, lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(levels.VARIABLE, wanted)
     monkeypatch.setattr(_backend, "BACKEND", "reference")
-    assert "KVPOOL_PURE_PYTHON" in one_warning(lines)
+    told = "KVPOOL_PURE_PYTHON=1 selects the pure-Python twin, which takes no place in vLLM"
+    assert one_warning(lines).endswith(told)
 
 
-def test_vllm_itself_loads_the_plugin_and_shows_its_line(tmp_path: Path) -> None:
-    """A fresh process, as an engine's: the entry point of an installed kvpool, vLLM's loader and its log."""
+PLUGINS_LOADED = """
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+configure_logging(LoggingConfig())
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.core.block_pool import BlockPool
+print(type(BlockPool(4, True, 4)).__module__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [("1", "kvpool: not active, vLLM runs as it is: "), ("true", "KVPOOL_PURE_PYTHON is 0 or 1, not 'true'")],
+)
+def test_whoever_asks_for_the_twin_gets_a_stock_vllm_and_is_told_once(
+    tmp_path: Path, value: str, told: str, installed: str
+) -> None:
+    environment = os.environ | {"PYTHONPATH": installed, "KVPOOL_PURE_PYTHON": value, levels.VARIABLE: "1"}
+    command = [sys.executable, "-c", PLUGINS_LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)
+    assert "vllm.v1.core.block_pool" in done.stdout.splitlines()
+    said = (done.stdout + done.stderr).splitlines()
+    assert sum(told in line for line in said) == 1, said
+    assert not any("kvpool: active" in line for line in said)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> str:
+    """A PYTHONPATH on which kvpool is installed, its entry point for vLLM with it."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     (entry,) = project["entry-points"]["vllm.general_plugins"].items()
-    installed = tmp_path / "kvpool-0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text("[vllm.general_plugins]\n{} = {}\n".format(*entry))
+    metadata = tmp_path / "kvpool-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\n{} = {}\n".format(*entry))
+    return os.pathsep.join([str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
+
+def test_vllm_itself_loads_the_plugin_and_shows_its_line(tmp_path: Path, installed: str) -> None:
+    """A fresh process, as an engine's: the entry point of an installed kvpool, vLLM's loader and its log."""
     code = """
 from vllm.plugins import load_general_plugins
 load_general_plugins()
@@ -231,8 +267,7 @@ configure_logging(LoggingConfig())
 from vllm.v1.core.block_pool import BlockPool
 print(type(BlockPool(4, True, 4)).__module__)
 """
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, levels.VARIABLE: "pool"}
+    environment = os.environ | {"PYTHONPATH": installed, levels.VARIABLE: "pool"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
     )

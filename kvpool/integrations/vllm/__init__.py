@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvpool import _backend
 from kvpool.integrations.vllm import announcement, levels
 from kvpool.integrations.vllm.hooks import Hooks
 
@@ -75,10 +76,14 @@ def install(names: Sequence[str], hooks: Hooks) -> Status:
     """Replace what some levels replace.
 
     Raises:
-        NotExpectedError: this vLLM differs from those that kvpool knows; nothing has been replaced.
+        NotExpectedError: this vLLM differs from those that kvpool knows, or the pure-Python twin is selected; nothing
+            has been replaced.
     """
     if not names:
         return Status((), f"kvpool: off ({levels.VARIABLE}=0)")
+    if _backend.BACKEND != "native":
+        # Each level is native: what was asked for as a whole is not given in parts.
+        raise NotExpectedError(f"{_backend.VARIABLE}=1 selects the pure-Python twin, which takes no place in vLLM")
     from kvpool.integrations.vllm import drift  # here, so that it can be run as a command
 
     version = levels.vllm_version()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Protocol, cast
 
+from kvpool.environment import shown
 from kvpool.errors import InvalidArgumentError
 from kvpool.integrations.vllm.hooks import Hooks
 
@@ -42,13 +43,14 @@ def requested_levels(value: str | None) -> tuple[str, ...]:
         return ()
     if text == "1":
         return NAMES
-    wanted = {name.strip() for name in text.split(",")} - {""}
+    wanted = {name.strip() for name in text.split(",")}
     unknown = sorted(wanted.difference(NAMES))
     if unknown:
-        raise InvalidArgumentError(f"{VARIABLE}={text}: no such level: {', '.join(unknown)} (0, 1, {', '.join(NAMES)})")
+        named = ", ".join(shown(name) for name in unknown)
+        raise InvalidArgumentError(f"{VARIABLE}={shown(text)}: no such level: {named} (0, 1, {', '.join(NAMES)})")
     for name, needed in _NEEDS.items():
         if name in wanted and needed not in wanted:
-            raise InvalidArgumentError(f"{VARIABLE}={text}: the level {name} needs {needed}")
+            raise InvalidArgumentError(f"{VARIABLE}={shown(text)}: the level {name} needs {needed}")
     return tuple(name for name in NAMES if name in wanted)
 
 

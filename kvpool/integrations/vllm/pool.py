@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -21,7 +20,7 @@ from vllm.distributed import kv_events as vllm_events
 
 from kvpool import _backend, block_pool, events
 from kvpool._pool_events import EventFormat
-from kvpool.errors import InvalidArgumentError
+from kvpool.environment import read_choice
 from kvpool.integrations.vllm.announcement import announce_waiting
 from kvpool.integrations.vllm.hooks import Hooks
 from kvpool.integrations.vllm.lookahead import LookaheadEvents, with_lookahead
@@ -66,10 +65,7 @@ def on_invalid_free() -> str:
     Raises:
         InvalidArgumentError: the variable has another value.
     """
-    value = os.environ.get(INVALID_FREE_VARIABLE) or "raise"
-    if value not in ("raise", "warn"):
-        raise InvalidArgumentError(f"{INVALID_FREE_VARIABLE} is raise or warn, not {value}")
-    return value
+    return read_choice(INVALID_FREE_VARIABLE, ("raise", "warn"))
 
 
 def _with_known_fields(event: Any) -> Callable[..., Any]:
@@ -131,8 +127,6 @@ BlockPool.__init__.__signature__ = inspect.signature(VllmBlockPool.__init__)  # 
 
 def install(hooks: Hooks) -> None:
     """Put the native classes in the place of vLLM's, in every module that has them."""
-    if _backend.BACKEND != "native":
-        raise RuntimeError("KVPOOL_PURE_PYTHON=1 leaves nothing to gain from replacing vLLM's classes")
     on_invalid_free()
     subclasses = [(sys.modules[module], name) for module, name in _SUBCLASSES if _can_import(module)]
     for stock, new, name in (
