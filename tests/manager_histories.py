@@ -81,6 +81,8 @@ class History:
         kinds: names in MAKERS, None for all.
     """
 
+    num_steps = NUM_STEPS
+
     def __init__(
         self,
         seed: int,
@@ -165,7 +167,7 @@ class History:
     # The history
 
     def run(self) -> Counter[str]:
-        for _ in range(NUM_STEPS):
+        for _ in range(self.num_steps):
             choice = self.rng.random()
             if choice < 0.35:
                 self.arrive()
@@ -205,16 +207,17 @@ class History:
         # The model's length bounds prompts; outputs may still run into it.
         tokens = tokens[: self.layout.max_model_len - 1]
         self.num_requests += 1
+        self.waiting.append(self.make_request(f"r{self.num_requests}", tokens, rng.random() < 0.05))
+
+    def make_request(self, request_id: str, tokens: list[int], skip_reading_prefix_cache: bool) -> ManagerRequest:
         # Both in one history: calls for a request of kvpool's own class are compiled, for another they are not.
-        make_request = OwnManagerRequest if self.num_requests % 3 else ManagerRequest
-        self.waiting.append(
-            make_request(
-                f"r{self.num_requests}",
-                tokens,
-                self.hash_block_size,
-                self.statuses.WAITING,
-                skip_reading_prefix_cache=rng.random() < 0.05,
-            )
+        request_class = OwnManagerRequest if self.num_requests % 3 else ManagerRequest
+        return request_class(
+            request_id,
+            tokens,
+            self.hash_block_size,
+            self.statuses.WAITING,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
         )
 
     def abort(self) -> None:
@@ -250,6 +253,10 @@ class History:
         pairs = self.all(lambda stack: [tuple(pair) for pair in copies[stack.name][0]])
         self.seen["copies"] += len(pairs)
         self.all(lambda stack: stack.pool.free_blocks(copies[stack.name][1]))
+        self.execute(scheduled, pairs)
+
+    def execute(self, scheduled: dict[str, int], copies: list[tuple[int, int]]) -> None:
+        """What workers do with a step."""
         for request in self.running[:]:
             if request.request_id in scheduled:
                 self.compute(request, scheduled[request.request_id])
@@ -287,11 +294,15 @@ class History:
                 self.options.drafts[request.request_id] = num_drafts
                 self.seen["decodes" if num_new == 1 else "chunks"] += 1
                 return
-            victim = self.running[-1]
+            victim = self.choose_victim(scheduled)
             self.preempt(victim)
             scheduled.pop(victim.request_id, None)
             if victim is request:
                 return
+
+    def choose_victim(self, scheduled: dict[str, int]) -> ManagerRequest:
+        """Who loses its blocks; as in vLLM also one that is in the step already."""
+        return self.running[-1]
 
     def preempt(self, request: ManagerRequest) -> None:
         self.running.remove(request)

@@ -1,0 +1,113 @@
+"""Never a wrong token, through the engine: its executor is the worker on a simulated KV memory."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from kv_contents import MessageWorker, generated
+from test_contents_scheduler import MANAGER_OPTIONS, MAX_MODEL_LEN, NUM_BLOCKS, SPECS
+
+from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
+from kvpool.scheduler import RequestTooLargeError, SchedulerConfig
+from kvpool.worker.engine import Engine
+
+NUM_SEEDS = max(4, int(os.environ.get("KVPOOL_CONTENTS_SEEDS", "20")) // 4)  # per cache
+
+
+class EngineHistory:
+    """One history of an engine; requests come and go between its steps."""
+
+    def __init__(self, seed: int, cache: str) -> None:
+        self.rng = rng = random.Random(seed)
+        specs = SPECS[cache]()
+        num_blocks = rng.randint(*NUM_BLOCKS.get(cache, (11, 22))) + 7 * (len(specs) - 1)
+        groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+        hash_block_size = MANAGER_OPTIONS.get(cache, {}).get("hash_block_size")
+        self.worker = MessageWorker(specs)
+        self.engine = Engine(
+            KVCacheConfig(num_blocks, groups, hash_block_size=hash_block_size),
+            self.worker,
+            max_model_len=MAX_MODEL_LEN,
+            scheduler_config=SchedulerConfig(
+                max_num_batched_tokens=rng.choice([4, 7, 16, 40]),
+                max_num_seqs=rng.randint(2, 10),
+                policy=rng.choice(["fcfs", "priority"]),
+            ),
+        )
+        self.families = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
+        self.expected: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.num_added = 0
+        self.seen: Counter[str] = Counter()
+
+    def run(self, num_requests: int = 24) -> Counter[str]:
+        rng, scheduler = self.rng, self.engine.scheduler
+        while self.num_added < num_requests or scheduler.has_unfinished_requests():
+            choice = rng.random()
+            if choice < 0.02 and scheduler.requests:
+                self.seen["aborts"] += len(scheduler.finish_requests(rng.choice(sorted(scheduler.requests))))
+            elif choice < 0.03:
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+            elif choice < 0.35 and self.num_added < num_requests:
+                self.add()
+            elif scheduler.has_unfinished_requests():
+                self.step()
+            scheduler.check()
+            if self.seen["steps"] > 2000:
+                raise AssertionError(f"unfinished after 2000 steps: {list(scheduler.requests.values())}")
+        self.generate()
+        stats, pool = scheduler.make_stats(), scheduler.kv_cache_manager.block_pool
+        self.seen["preemptions"] = stats.num_preemptions
+        self.seen["hit tokens"] = stats.prefix_hit_tokens + stats.resumed_hit_tokens
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        self.engine.close()
+        return self.seen
+
+    def prompt(self) -> list[int]:
+        rng = self.rng
+        return rng.choice(self.families)[: rng.randint(1, 24)] + [rng.randrange(50) for _ in range(rng.randint(0, 4))]
+
+    def add(self) -> None:
+        prompt, max_tokens = self.prompt(), self.rng.randint(1, 14)
+        self.num_added += 1
+        try:
+            request_id = self.engine.add_request(prompt, max_tokens=max_tokens)
+        except RequestTooLargeError:
+            return
+        self.expected[request_id] = generated(prompt, max_tokens)
+        self.outputs[request_id] = []
+
+    def step(self) -> None:
+        self.seen["steps"] += 1
+        self.take(self.engine.step())
+
+    def take(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            text = self.outputs[output.request_id]
+            text += output.new_token_ids
+            assert text == self.expected[output.request_id][: len(text)], output
+            if output.finish_reason is not None:
+                assert text == self.expected[output.request_id]
+                self.seen["finished"] += 1
+
+    def generate(self) -> None:
+        """All prompts at once; on the cache as the history has left it."""
+        prompts = [self.prompt()[:12] for _ in range(6)]
+        texts = self.engine.generate(prompts, max_tokens=6)
+        assert texts == [generated(prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("cache", SPECS)
+def test_every_token_is_read_as_it_was_written(cache: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        try:
+            seen += EngineHistory(seed, cache).run()
+        except Exception as error:
+            raise AssertionError(f"history of {cache!r}, seed {seed}") from error
+    for what in ("hit tokens", "preemptions", "aborts", "finished"):
+        assert seen[what], (what, seen)

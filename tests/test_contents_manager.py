@@ -1,0 +1,232 @@
+"""Never a wrong token, through the cache manager: random histories whose steps are executed on a simulated KV memory.
+
+The histories are those of ``manager_histories``, each on one half alone, so that nothing but the contents can tell. The
+pool is far smaller than the prefixes; requests share prefixes, differ in adapter, salt or pictures alone, are aborted,
+preempted, resumed with fewer tokens, decode with drafts that are right or wrong, adopt parts of their hits, get tokens
+from elsewhere; hashes are evicted and reset.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from conftest import BACKEND_NAMES
+from kv_contents import WRONG_TOKEN, ContentsWorker, KnownSequence, Part, start_digest
+from manager_histories import History, Stack
+from manager_layouts import MAKERS, ManagerRequest
+from scheduler_runs import STACKS
+from token_requests import Picture
+
+from kvpool.managers import FullAttentionManager
+from kvpool.request_status import RequestStatus
+
+NUM_SEEDS = max(20, int(os.environ.get("KVPOOL_CONTENTS_SEEDS", "20")))  # per kind of layout and half
+
+EXPECTED = {
+    "hit tokens": MAKERS.keys() - {"mamba_other", "encoder_decoder"},
+    "preemptions": MAKERS.keys(),
+    "drafts accepted": MAKERS.keys() - {"hybrid_three"},
+    "drafts rejected": MAKERS.keys() - {"hybrid_three"},
+    "copies": {"hybrid_mamba"},
+    "external": {"full", "hybrid"},
+    "hits cut": {"full", "two_full"},
+    "truncated": MAKERS.keys(),
+}
+
+
+class Appending:
+    """A request of kvpool's own as histories use it."""
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        self.append_output_token_ids(list(token_ids))  # type: ignore[attr-defined]
+
+
+REQUEST_CLASSES = {name: type("AppendingRequest", (Appending, halves.Request), {}) for name, halves in STACKS.items()}
+
+
+class CuttingStack(Stack):
+    """Adopts a part of some hits, where the rest of a hit is one too."""
+
+    rng: random.Random
+    num_cut = 0
+
+    def find_hit(self, request: Any) -> tuple[Any, int, int]:
+        blocks, num_tokens, boundary = super().find_hit(request)
+        size = self.manager.coordinator.scheduler_block_size
+        has_only_full = all(
+            isinstance(manager, FullAttentionManager) for manager in self.manager.coordinator.single_type_managers
+        )
+        if num_tokens > size and has_only_full and self.rng.random() < 0.2:
+            num_tokens = self.rng.randrange(size, num_tokens, size)
+            blocks = self.manager.truncate_computed_blocks(blocks, num_tokens)
+            self.num_cut += 1
+        return blocks, num_tokens, boundary
+
+
+class ContentsHistory(History):
+    """A history on one half, executed."""
+
+    num_steps = 60
+
+    def __init__(self, seed: int, backend_name: str, kinds: tuple[str, ...] | None = None) -> None:
+        super().__init__(seed, lambda layout: [CuttingStack(backend_name, layout)], RequestStatus, kinds)
+        self.stacks[0].rng = self.rng
+        if self.layout.has("mamba") and self.layout.num_speculative_blocks == 0:
+            self.options.max_drafts = 0  # there is no place for their states
+        self.request_class = REQUEST_CLASSES[backend_name]
+        self.manager = manager = self.stacks[0].manager
+        coordinator = manager.coordinator
+        self.worker = ContentsWorker(
+            [group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups],
+            hash_block_size=self.hash_block_size,
+            cache_hit_alignment_tokens=coordinator.single_type_managers[0].cache_hit_alignment_tokens,
+            drop_eagle_block=self.layout.use_eagle,
+            num_encoder_tokens=6 if self.layout.has("cross") else 0,
+        )
+        self.hasher = STACKS[backend_name].BlockHasher("sha256", self.hash_block_size)
+        self.sequences: dict[str, KnownSequence] = {}
+        self.loads: dict[str, tuple[int, int]] = {}
+
+    # ---- requests ----
+
+    def make_request(self, request_id: str, tokens: list[int], skip_reading_prefix_cache: bool) -> Any:
+        rng = self.rng
+        salt = rng.choice([*[None] * 12, "salt", "X", ""])
+        if self.num_requests % 4 == 0:
+            return ManagerRequest(request_id, tokens, self.hash_block_size, RequestStatus.WAITING, cache_salt=salt)
+        pictures = []
+        if rng.random() < 0.1:
+            start = rng.randrange(len(tokens))
+            pictures = [Picture(rng.choice(["cat", "dog"]), start, rng.randint(1, len(tokens) - start))]
+        return self.request_class(
+            request_id,
+            tokens,
+            self.hasher,
+            cache_salt=salt,
+            lora_name=rng.choice([*[None] * 8, "X", "poems"]),
+            mm_features=pictures,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
+        )
+
+    def items_of(self, request: Any) -> list[Any]:
+        items: list[Any] = list(request.all_token_ids)
+        for picture in request.mm_features:
+            first, length = picture.mm_position.offset, picture.mm_position.length
+            for i in range(first, min(first + length, len(items))):
+                items[i] = (items[i], picture.identifier, i - first)
+        return items
+
+    def sequence_of(self, request: Any) -> KnownSequence:
+        """What a worker knows when a request is new to it, or comes back."""
+        # A ManagerRequest hashes salt "" and None apart; nobody is harmed by that.
+        lora = request.lora_request.lora_name if request.lora_request else None
+        start = start_digest(lora, request.cache_salt or None)
+        tables = self.manager.get_block_ids(request.request_id)
+        return KnownSequence(request.request_id, start, self.items_of(request), tables)
+
+    def preempt(self, request: Any) -> None:
+        super().preempt(request)
+        is_own = isinstance(request, self.request_class)
+        if is_own and not request.mm_features and self.rng.random() < 0.3 and request.num_tokens > 1:
+            # Its caller takes tokens back, and others follow.
+            request.truncate(self.rng.randint(1, request.num_tokens - 1))
+            request.append([self.rng.randrange(3) for _ in range(self.rng.randint(1, 3))])
+            self.seen["truncated"] += 1
+
+    def choose_victim(self, scheduled: dict[str, int]) -> Any:
+        """Nobody who is in the step: its blocks can be hit already, and would not be computed."""
+        return next(request for request in reversed(self.running) if request.request_id not in scheduled)
+
+    # ---- steps ----
+
+    def allocate(self, request: Any, num_new: int, hits: dict[str, Any] | None = None, **options: Any) -> Any:
+        new_ids = super().allocate(request, num_new, hits, **options)
+        if new_ids is None:
+            return None
+        sequence = self.sequences.get(request.request_id)
+        if hits is not None or sequence is None:
+            self.sequences[request.request_id] = self.sequence_of(request)
+        else:
+            sequence.append_blocks(new_ids or [[] for _ in sequence.tables])
+        num_external = options.get("num_external_computed_tokens", 0)
+        if num_external:
+            end = options["num_new_computed_tokens"] + num_external
+            self.loads[request.request_id] = end - num_external, end
+        return new_ids
+
+    def decode_at_once(self, scheduled: dict[str, int]) -> None:
+        before = {request.request_id: self.manager.get_block_ids(request.request_id) for request in self.running}
+        super().decode_at_once(scheduled)
+        for request_id in scheduled:
+            old, new = before[request_id], self.manager.get_block_ids(request_id)
+            self.sequences[request_id].append_blocks([table[len(was) :] for was, table in zip(old, new)])
+
+    def release(self, request: Any) -> None:
+        self.sequences.pop(request.request_id, None)
+        self.loads.pop(request.request_id, None)
+        super().release(request)
+
+    def finish_load(self, request: Any) -> None:
+        self.loading.remove(request)
+        self.worker.load(self.sequences[request.request_id], *self.loads.pop(request.request_id))
+        self.manager.cache_blocks(request, request.num_computed_tokens)
+        self.waiting.insert(0, request)
+
+    def execute(self, scheduled: dict[str, int], copies: list[tuple[int, int]]) -> None:
+        memory, parts = self.worker.memory, []
+        memory.zero(self.manager.take_new_block_ids())
+        memory.copy(copies)
+        for request in self.running[:]:
+            num_new = scheduled.get(request.request_id)
+            if num_new is None:
+                continue
+            sequence = self.sequences[request.request_id]
+            load = self.loads.pop(request.request_id, None)
+            if load is not None:
+                self.worker.load(sequence, *load)
+            start, num_tokens = request.num_computed_tokens, request.num_tokens
+            end, num_drafts = start + num_new, 0
+            self.compute(request, num_new)
+            num_accepted = 0
+            if end >= num_tokens:
+                num_drafts = end - num_tokens
+                num_accepted = request.num_computed_tokens - num_tokens
+                self.seen["drafts accepted"] += num_accepted > 0
+                self.seen["drafts rejected"] += num_accepted < num_drafts
+            sequence.write_at(num_tokens, self.items_of(request)[num_tokens : num_tokens + num_accepted + 1])
+            if num_drafts > num_accepted:
+                sequence.write_at(num_tokens + num_accepted, [WRONG_TOKEN] * (num_drafts - num_accepted + 1))
+            lookahead = self.options.num_lookahead_tokens
+            parts.append((request, Part(sequence, start, end, num_drafts, num_accepted, lookahead)))
+        self.worker.compute([part for _, part in parts])
+        for request, part in parts:
+            # The token that was sampled, in the place of a draft that was wrong.
+            known = part.end - part.num_drafts + part.num_accepted
+            if known == len(self.items_of(request)) - 1:
+                part.sequence.write_at(known, self.items_of(request)[known:])
+        self.seen["computed"] += len(parts)
+        self.seen["hits cut"] = self.stacks[0].num_cut
+
+
+def run(seed: int, backend_name: str, kind: str) -> Counter[str]:
+    history = ContentsHistory(seed, backend_name, (kind,))
+    try:
+        history.run()
+        return history.seen + Counter({"reads": history.worker.memory.num_reads})
+    except Exception as error:
+        raise AssertionError(f"history of kind {kind}, seed {seed}, {backend_name}, {history.layout}") from error
+
+
+@pytest.mark.parametrize("backend_name", BACKEND_NAMES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_token_is_read_as_it_was_written(kind: str, backend_name: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        seen += run(seed, backend_name, kind)
+    for what, kinds in EXPECTED.items():
+        assert seen[what] or kind not in kinds, (what, seen)

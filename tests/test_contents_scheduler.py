@@ -1,0 +1,242 @@
+"""Never a wrong token, through the scheduler: random histories whose steps are executed on a simulated KV memory.
+
+Between scheduling a step, executing it and taking its tokens anything can happen: further steps, aborts, evictions,
+resets. Every text is what the model generates alone, and at the end no block is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import BACKEND_NAMES
+from kv_contents import MessageWorker, generated, start_digest
+from scheduler_runs import STACKS, full_attention, make_scheduler, mamba, sliding_window
+from token_requests import Picture
+
+from kvpool.kv_cache_spec import ChunkedLocalAttentionSpec, SinkFullAttentionSpec
+from kvpool.scheduler import RequestTooLargeError, SchedulerOutput
+
+NUM_SEEDS = max(4, int(os.environ.get("KVPOOL_CONTENTS_SEEDS", "20")) // 4)  # per cache, policy and half
+MAX_MODEL_LEN = 64
+DECODER = msgspec.msgpack.Decoder(SchedulerOutput)
+
+
+def chunked_local(size: int, block_size: int = 4) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", attention_chunk_size=size
+    )
+
+
+def sink(block_size: int = 4) -> SinkFullAttentionSpec:
+    return SinkFullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", sink_len=4)
+
+
+SPECS: dict[str, Callable[[], list[Any]]] = {
+    "full": lambda: [full_attention()],
+    "sink": lambda: [sink()],
+    "window": lambda: [sliding_window(6)],
+    "local": lambda: [chunked_local(8)],
+    "full and window": lambda: [full_attention(), sliding_window(7)],
+    "full and local": lambda: [full_attention(), chunked_local(12)],
+    "three": lambda: [full_attention(), sliding_window(3), sliding_window(9)],
+    "unequal blocks": lambda: [full_attention(8), sliding_window(5)],
+    "full and mamba": lambda: [full_attention(), mamba()],
+    "unequal mamba": lambda: [full_attention(), mamba(8)],
+    "hits inside blocks": lambda: [full_attention(8), mamba(8)],
+}
+MANAGER_OPTIONS: dict[str, dict[str, Any]] = {"hits inside blocks": {"hash_block_size": 4}}
+# Requests hold few blocks where they give them back as they go.
+NUM_BLOCKS = {"window": (8, 12), "local": (8, 12)}
+
+
+class SchedulerHistory:
+    """One history on one half.
+
+    Attributes:
+        pending: steps that are scheduled and not executed; executed: those whose tokens have not been taken.
+        expected: by request id, all that a request generates if nobody ends it.
+        seen: what has happened, counted.
+    """
+
+    def __init__(self, seed: int, backend_name: str, cache: str, policy: str = "fcfs") -> None:
+        self.rng = rng = random.Random(seed)
+        self.halves = STACKS[backend_name]
+        self.depth = rng.choice([1, 1, 2, 3])
+        budget = rng.choice([4, 7, 16, 40])
+        self.scheduler = make_scheduler(
+            backend_name,
+            specs=SPECS[cache](),
+            num_blocks=rng.randint(*NUM_BLOCKS.get(cache, (11, 22))) + 7 * (len(SPECS[cache]()) - 1),
+            max_model_len=MAX_MODEL_LEN,
+            policy=policy,
+            max_num_batched_tokens=budget,
+            max_num_seqs=rng.randint(2, 10),
+            long_prefill_token_threshold=rng.choice([0, 0, 5]),
+            reserve_full_sequence=rng.random() < 0.5,
+            manager={
+                "watermark": rng.choice([0.0, 0.0, 0.1]),
+                "max_in_flight_tokens": budget * self.depth,
+                **MANAGER_OPTIONS.get(cache, {}),
+            },
+        )
+        manager = self.scheduler.kv_cache_manager
+        self.pool = manager.block_pool
+        self.worker = MessageWorker([group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups])
+        self.hasher = self.halves.BlockHasher("sha256", manager.hash_block_size)
+        self.pending: deque[SchedulerOutput] = deque()
+        self.executed: deque[tuple[SchedulerOutput, dict[str, list[int]]]] = deque()
+        self.expected: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.families = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
+        self.num_added = 0
+        self.seen: Counter[str] = Counter()
+
+    # ---- what happens ----
+
+    def run(self, num_requests: int = 24) -> Counter[str]:
+        rng = self.rng
+        while self.num_added < num_requests or self.scheduler.has_unfinished_requests() or self.executed:
+            choice = rng.random()
+            if choice < 0.01:
+                self.abort()
+            elif choice < 0.015:
+                self.reset()
+            elif choice < 0.03:
+                self.scheduler.kv_cache_manager.evict_blocks(rng.sample(range(1, self.pool.num_gpu_blocks), 3))
+            elif choice < 0.15 and self.num_added < num_requests:
+                self.add()
+            else:
+                self.step()
+            self.scheduler.check()
+            if self.seen["steps"] > 4000:
+                raise AssertionError(f"unfinished after 4000 steps: {list(self.scheduler.requests.values())}")
+        stats = self.scheduler.make_stats()
+        self.seen["preemptions"] = stats.num_preemptions
+        self.seen["hit tokens"] = stats.prefix_hit_tokens + stats.resumed_hit_tokens
+        self.seen["copies"] = self.worker.num_copies
+        self.seen["zeroed"] = self.worker.num_zeroed
+        if self.pool.get_num_free_blocks() != self.pool.num_gpu_blocks - 1:
+            raise AssertionError(f"{self.pool.get_num_free_blocks()} of {self.pool.num_gpu_blocks} blocks are free")
+        return self.seen
+
+    def add(self) -> None:
+        rng = self.rng
+        request_id = f"r{self.num_added}"
+        self.num_added += 1
+        prompt = rng.choice(self.families)[: rng.randint(1, 24)] + [rng.randrange(50) for _ in range(rng.randint(0, 4))]
+        max_tokens = min(rng.randint(1, 14), MAX_MODEL_LEN - len(prompt))
+        salt = rng.choice([*[None] * 10, "salt", "X"])
+        lora = rng.choice([*[None] * 10, "X", "poems"])
+        pictures, items = [], list(prompt)
+        if rng.random() < 0.1:
+            first = rng.randrange(len(prompt))
+            picture = Picture(rng.choice(["cat", "dog"]), first, rng.randint(1, len(prompt) - first))
+            pictures.append(picture)
+            for i in range(first, first + picture.mm_position.length):
+                items[i] = (prompt[i], picture.identifier, i - first)
+        request = self.halves.Request(
+            request_id,
+            prompt,
+            self.hasher,
+            max_tokens,
+            priority=rng.randrange(3),
+            arrival_time=float(self.num_added),
+            cache_salt=salt,
+            lora_name=lora,
+            mm_features=pictures,
+        )
+        try:
+            self.scheduler.add_request(request)
+        except RequestTooLargeError:
+            self.seen["refused"] += 1
+            return
+        start = start_digest(lora, salt)
+        self.worker.start_of[request_id] = start
+        self.worker.pictures_of[request_id] = dict(enumerate(items))
+        self.expected[request_id] = generated(items, max_tokens, start)
+        self.outputs[request_id] = []
+
+    def abort(self) -> None:
+        unfinished = sorted(self.scheduler.requests)
+        if unfinished:
+            request_id = self.rng.choice(unfinished)
+            self.seen["aborts"] += 1
+            self.seen["aborts in flight"] += self.scheduler.requests[request_id].num_in_flight_tokens > 0
+            self.scheduler.finish_requests(request_id)
+            self.check_text(request_id)
+
+    def reset(self) -> None:
+        reset_running_requests = self.rng.random() < 0.5
+        is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        if reset_running_requests and not is_reset:
+            raise AssertionError("the cache was not reset, although nothing runs")
+        self.seen["resets"] += is_reset
+
+    def step(self) -> None:
+        """Schedules, executes or takes tokens; steps are executed in their order, and so are their tokens taken."""
+        self.seen["steps"] += 1
+        calls = []
+        if len(self.pending) + len(self.executed) < self.depth:
+            calls.append(self.schedule)
+        if self.pending:
+            calls.append(self.execute)
+        if self.executed:
+            calls.append(self.update)
+        self.rng.choice(calls)()
+
+    def schedule(self) -> None:
+        output = self.scheduler.schedule()
+        self.pending.append(DECODER.decode(msgspec.msgpack.encode(output)))
+        self.seen["overlapping"] += len(self.pending) > 1
+
+    def execute(self) -> None:
+        output = self.pending.popleft()
+        tokens = self.worker.execute(output).tokens
+        if output.num_scheduled_tokens:
+            self.executed.append((output, tokens))
+
+    def update(self) -> None:
+        output, tokens = self.executed.popleft()
+        for request_id in tokens:
+            # Now and then the caller knows what follows.
+            if request_id in self.scheduler.requests and self.rng.random() < 0.05:
+                num_known = len(self.outputs[request_id])
+                tokens[request_id] = self.expected[request_id][num_known : num_known + 3]
+                self.seen["several tokens"] += len(tokens[request_id]) > 1
+        self.take(self.scheduler.update_from_output(output, tokens))
+
+    def take(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            self.outputs[output.request_id] += output.new_token_ids
+            self.check_text(output.request_id)
+            if output.finish_reason is not None:
+                assert self.outputs[output.request_id] == self.expected[output.request_id]
+                self.seen["finished"] += 1
+
+    def check_text(self, request_id: str) -> None:
+        text = self.outputs[request_id]
+        assert text == self.expected[request_id][: len(text)], request_id
+
+
+def run(seed: int, backend_name: str, cache: str, policy: str) -> Counter[str]:
+    try:
+        return SchedulerHistory(seed, backend_name, cache, policy).run()
+    except Exception as error:
+        raise AssertionError(f"history of {cache!r}, {policy}, seed {seed}, {backend_name}") from error
+
+
+@pytest.mark.parametrize("backend_name", BACKEND_NAMES)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("cache", SPECS)
+def test_every_token_is_read_as_it_was_written(cache: str, policy: str, backend_name: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        seen += run(seed, backend_name, cache, policy)
+    for what in ("hit tokens", "preemptions", "aborts", "overlapping", "several tokens"):
+        assert seen[what], (what, seen)
