@@ -5,11 +5,12 @@ compared. What a scheduler does at every step is in the base: token counts, appe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpool._block_hashing import BlockHashing, parse_block_size, plain_int
+from kvpool._block_hashing import BlockHashing, parse_block_size
+from kvpool.arguments import show, to_float, to_int, to_text
 from kvpool.block_hash import BlockHash, BlockHashListWithBlockSize, resolve_block_hashes
 from kvpool.errors import InvalidArgumentError
 from kvpool.request_status import RequestStatus
@@ -42,12 +43,19 @@ def to_token_ids(token_ids: Any, has_only_ints: Callable[[list[Any]], bool]) -> 
     """The tokens as a list of exact ints: the very list where it is one. O(len(token_ids)).
 
     Raises:
-        TypeError: a token that is no integer.
+        TypeError: no sequence, or a token that is no integer.
     """
     tokens = token_ids
     if type(tokens) is not list:
-        tokens = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-    return tokens if has_only_ints(tokens) else [plain_int(token) for token in tokens]
+        is_array = hasattr(tokens, "tolist")
+        if not is_array and (isinstance(tokens, (str, Mapping)) or not hasattr(tokens, "__iter__")):
+            raise TypeError(f"token ids are integers in a sequence, not {show(token_ids)}")
+        tokens = tokens.tolist() if is_array else list(tokens)
+        if type(tokens) is not list:
+            raise TypeError(f"token ids are integers in a sequence, not {show(token_ids)}")
+    if has_only_ints(tokens):
+        return tokens
+    return [to_int("a token id", token) for token in tuple(tokens)]  # a token's own code may change the list
 
 
 def _num_prompt_tokens(token_ids: Sequence[int] | None, embeddings: Any) -> int:
@@ -98,8 +106,9 @@ class RequestOperations:
         block_hashes: list of a digest per full hash block.
 
     Raises:
-        TypeError: a token that is no integer.
-        InvalidArgumentError: no prompt at all, lengths that differ, max_tokens below 1, both LoRA arguments.
+        TypeError: a token that is no integer, or another argument of the wrong type.
+        InvalidArgumentError: no prompt at all, lengths that differ, max_tokens below 1, an arrival time that is not
+            finite, both LoRA arguments, a text that can't be encoded.
 
     Adapter, salt, inputs and embeddings are part of the block hashes: they are not to change. O(prompt tokens).
     vLLM: ``Request``.
@@ -141,8 +150,18 @@ class RequestOperations:
     ) -> None:
         if lora_name is not None and lora_request is not None:
             raise InvalidArgumentError("either lora_name or lora_request, not both")
-        if max_tokens < 1:
-            raise InvalidArgumentError(f"max_tokens must be at least 1, not {max_tokens}")
+        # All that may run code of the caller's comes first.
+        request_id, max_tokens = to_text("request_id", request_id), to_int("max_tokens", max_tokens, 1)
+        priority = to_int("priority", priority)
+        arrival_time = time.time() if arrival_time is None else to_float("arrival_time", arrival_time)
+        lora_name = None if lora_name is None else to_text("lora_name", lora_name)
+        cache_salt = None if cache_salt is None else to_text("cache_salt", cache_salt)
+        session_id = None if session_id is None else to_text("session_id", session_id)
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise TypeError(f"sampling_params are SamplingParams, not {show(sampling_params)}")
+        if prompt_is_token_ids is not None:
+            prompt_is_token_ids = [bool(is_token) for is_token in prompt_is_token_ids]
+        skip_reading_prefix_cache = bool(skip_reading_prefix_cache)
         prompt = None if prompt_token_ids is None else to_token_ids(prompt_token_ids, self.has_only_ints)
         num_prompt_tokens = _num_prompt_tokens(prompt, prompt_embeds)
         all_token_ids = [0] * num_prompt_tokens if prompt is None else prompt
@@ -160,7 +179,7 @@ class RequestOperations:
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.priority = priority
-        self.arrival_time = time.time() if arrival_time is None else arrival_time
+        self.arrival_time = arrival_time
         self.lora_request = lora_request if lora_name is None else LoRAName(lora_name)
         self.cache_salt = cache_salt
         self.mm_features = [] if mm_features is None else mm_features
@@ -198,8 +217,10 @@ class RequestOperations:
         Where that is less than the prompt, the prompt gets shorter.
 
         Raises:
+            TypeError: no integer.
             InvalidArgumentError: negative, or more than there are.
         """
+        num_tokens = to_int("num_tokens", num_tokens)
         if not 0 <= num_tokens <= self.num_tokens:
             raise InvalidArgumentError(f"{num_tokens} tokens are to stay, there are {self.num_tokens}")
         self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from hostile_values import INTEGERS, NO_INTEGERS  # noqa: E402
 from paged_runs import PagedRun, RunSettings  # noqa: E402
 from tiny_models import make_model, make_prompts  # noqa: E402
 
@@ -400,8 +401,18 @@ def test_after_close_nothing_is_executed(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
 def test_limits_are_at_least_1(limit: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"{limit} is 0"):
+    with pytest.raises(InvalidArgumentError, match=f"{limit} is at least 1, not 0"):
         make_runner(**{limit: 0})
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_limits_are_plain_integers(limit: str) -> None:
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_model_len": 20}
+    for value in INTEGERS:
+        assert type(getattr(RunnerConfig(**{**limits, limit: value}), limit)) is int
+    for value in [*NO_INTEGERS, None]:
+        with pytest.raises(TypeError, match=f"{limit} is an integer, not "):
+            RunnerConfig(**{**limits, limit: value})
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import BACKEND_NAMES
+from hostile_values import HUGE, INTEGERS, NO_INTEGERS, REALS, Index, Unshowable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_requests import Lora, Picture
@@ -100,6 +102,72 @@ def test_arguments_that_do_not_fit(request_class: Any) -> None:
     for tokens in ([1.0], ["1"], [None], np.ones(3), 7):
         with pytest.raises(TypeError):
             request_class("r", tokens)
+
+
+@pytest.mark.parametrize("value", INTEGERS, ids=lambda value: type(value).__name__)
+def test_numbers_become_plain(request_class: Any, value: Any) -> None:
+    request = request_class("r", [value], max_tokens=value, priority=value, arrival_time=REALS[1])
+    for number in (request.max_tokens, request.priority, request.prompt_token_ids[0], request.all_token_ids[0]):
+        assert type(number) is int and number == 3
+    assert type(request.arrival_time) is float and request.arrival_time == 0.5
+    request = request_class("r", range(5))
+    request.truncate(value)
+    assert request.all_token_ids == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=lambda value: type(value).__name__)
+def test_what_is_no_number_is_refused_by_name(request_class: Any, make: Any, value: Any) -> None:
+    for name in ("max_tokens", "priority"):
+        with pytest.raises(TypeError, match=f"{name} is an integer, not "):
+            request_class("r", [1], **{name: value})
+    with pytest.raises(TypeError, match="a token id is an integer, not "):
+        request_class("r", [1, value])
+    request = make()
+    hashes = list(request.block_hashes)
+    for call in (request.truncate, lambda wrong: request.append_output_token_ids([1, wrong])):
+        with pytest.raises(TypeError, match=r"(num_tokens|a token id) is an integer, not "):
+            call(value)
+    assert request.all_token_ids == list(range(10)) and request.block_hashes == hashes
+    assert request.num_prompt_tokens == 10 and list(request.prompt_token_ids) == list(range(10))
+
+
+def test_arguments_of_wrong_types_are_refused_by_name(request_class: Any) -> None:
+    for name in ("lora_name", "cache_salt", "session_id"):
+        for value in (b"a", 5, ["a"], Unshowable()):
+            with pytest.raises(TypeError, match=f"{name} is a str, not "):
+                request_class("r", [1], **{name: value})
+        with pytest.raises(InvalidArgumentError, match=f"{name} .* can't be encoded"):
+            request_class("r", [1], **{name: "\ud800"})
+    for value in (None, 5, b"r", Unshowable()):
+        with pytest.raises(TypeError, match="request_id is a str, not "):
+            request_class(value, [1])
+    for value in (float("nan"), float("-inf"), *HUGE):
+        with pytest.raises(InvalidArgumentError, match="arrival_time is finite, not "):
+            request_class("r", [1], arrival_time=value)
+    for value in ({}, "greedy", SimpleNamespace(temperature=0)):
+        with pytest.raises(TypeError, match="sampling_params are SamplingParams, not "):
+            request_class("r", [1], sampling_params=value)
+    for value in ("12", {1: 2}, 7, np.array(7), Unshowable()):
+        with pytest.raises(TypeError, match="token ids are integers in a sequence, not "):
+            request_class("r", value)
+
+
+def test_a_token_whose_own_code_fails_or_changes_the_list(request_class: Any) -> None:
+    request = request_class("r", [1, 2])
+    with pytest.raises(ZeroDivisionError):
+        request.append_output_token_ids([3, Index(ZeroDivisionError())])
+    assert request.all_token_ids == [1, 2] and request.output_token_ids == []
+
+    class Growing:
+        def __index__(self) -> int:
+            tokens.extend([self] * 2)
+            return 5
+
+    tokens: list[Any] = [1, Growing()]
+    request.append_output_token_ids(tokens)
+    assert request.all_token_ids == [1, 2, 1, 5] and request.output_token_ids == [1, 5]
+    tokens = [Growing()]
+    assert request_class("r", tokens).all_token_ids == [5]
 
 
 class Special(enum.IntEnum):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvpool.arguments import show, to_int
 from kvpool.errors import InvalidArgumentError
+
+_HIGHEST_COUNT = 2**63 - 1
 
 
 class SchedulingPolicy(Enum):
@@ -32,6 +35,7 @@ class SchedulerConfig:
         stop_token_ids: tokens that end any request, e.g. the end of sequence; ``add_request`` takes more for one.
 
     Raises:
+        TypeError: a limit or a token that is no integer.
         InvalidArgumentError: a limit below 1, a negative threshold, an unknown policy.
     """
 
@@ -44,14 +48,14 @@ class SchedulerConfig:
     stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, and has to be at least 1")
-        if self.long_prefill_token_threshold < 0:
-            raise InvalidArgumentError(f"long_prefill_token_threshold is negative: {self.long_prefill_token_threshold}")
+        for name, lowest in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("long_prefill_token_threshold", 0)):
+            object.__setattr__(self, name, to_int(name, getattr(self, name), lowest, _HIGHEST_COUNT))
         try:
             object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
         except ValueError:
             known = ", ".join(policy.value for policy in SchedulingPolicy)
-            raise InvalidArgumentError(f"unknown scheduling policy {self.policy!r}; there are: {known}") from None
-        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+            raise InvalidArgumentError(f"unknown scheduling policy {show(self.policy)}; there are: {known}") from None
+        stop_token_ids = frozenset(to_int("a stop token id", token_id) for token_id in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        for name in ("enable_chunked_prefill", "reserve_full_sequence"):
+            object.__setattr__(self, name, bool(getattr(self, name)))

@@ -9,6 +9,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from kvpool.arguments import to_int
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import AttentionSpec, KVCacheConfig, ceil_div
 from kvpool.scheduler.output import BlockIds, SchedulerOutput, StepResult
@@ -38,6 +39,7 @@ class RunnerConfig:
         attention: backend, see ``kvpool.worker.attention``; None for the best that is here.
 
     Raises:
+        TypeError: a limit that is no integer.
         InvalidArgumentError: a limit below 1.
     """
 
@@ -48,8 +50,7 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, and has to be at least 1")
+            object.__setattr__(self, name, to_int(name, getattr(self, name), lowest=1))
 
 
 class ModelRunner:
