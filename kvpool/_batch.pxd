@@ -7,6 +7,8 @@ from kvpool._kvp cimport kvp_key_t
 
 cdef enum:
     SMALL = 512  # ids and keys of a batch up to this size stay on the stack
+    MOST = 0x1FFFFFFF  # tokens or blocks of a plain call: a sum of four of them overflows nowhere
+    NOT_PLAIN = -1
 
 
 cdef class IdBuffer:
@@ -35,6 +37,18 @@ cdef inline kvp_key_t *keys_of_size(Py_ssize_t n, kvp_key_t *small) except NULL:
 cdef inline void release_batch(void *items, void *small) noexcept:
     if items is not small:
         PyMem_Free(items)
+
+cdef inline bint is_plain_number(Py_ssize_t n) noexcept:
+    return 0 <= n <= MOST
+
+cdef inline Py_ssize_t plain_number(object n) except? -2:
+    """An exact int of 0 .. MOST, NOT_PLAIN for all else. Never runs code of the caller."""
+    cdef long value
+    cdef int overflow = 0
+    if not PyLong_CheckExact(n):
+        return NOT_PLAIN
+    value = PyLong_AsLongAndOverflow(n, &overflow)
+    return <Py_ssize_t>value if overflow == 0 and 0 <= value <= MOST else NOT_PLAIN
 
 cdef inline int32_t parse_count(object n) except -1:
     """A number of blocks: an int (numpy's too), no bool, not negative."""

@@ -13,15 +13,23 @@ from kvpool._numpy cimport (
 from kvpool.errors import InvalidArgumentError
 
 
+cdef extern from *:
+    """
+    /* Items of a batch: as many as their bytes can be counted. */
+    #define KVPOOL_MOST_ITEMS (PY_SSIZE_T_MAX / (Py_ssize_t)sizeof(kvp_key_t))
+    """
+    const Py_ssize_t MOST_ITEMS "KVPOOL_MOST_ITEMS"
+
+
 cdef int32_t *large_ids(Py_ssize_t n) except NULL:
-    cdef int32_t *ids = <int32_t *>PyMem_Malloc(<size_t>n * sizeof(int32_t))
+    cdef int32_t *ids = <int32_t *>PyMem_Malloc(<size_t>n * sizeof(int32_t)) if n <= MOST_ITEMS else NULL
     if ids is NULL:
         raise MemoryError(f"no memory for a batch of {n} ids")
     return ids
 
 
 cdef kvp_key_t *large_keys(Py_ssize_t n) except NULL:
-    cdef kvp_key_t *keys = <kvp_key_t *>PyMem_Malloc(<size_t>n * sizeof(kvp_key_t))
+    cdef kvp_key_t *keys = <kvp_key_t *>PyMem_Malloc(<size_t>n * sizeof(kvp_key_t)) if n <= MOST_ITEMS else NULL
     if keys is NULL:
         raise MemoryError(f"no memory for a batch of {n} keys")
     return keys

@@ -8,14 +8,14 @@ The state is that of the managers: their dicts of block tables and counts, and t
 (events, metrics, external tokens, a hit that ends inside a block, drafts ...) goes on to the general code, which finds the
 state as it would have left it.
 """
-from cpython.dict cimport PyDict_GetItem, PyDict_SetItem
+from cpython.dict cimport PyDict_GetItemWithError, PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t
+from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
 from kvpool._allocator cimport too_few_blocks
-from kvpool._batch cimport SMALL, ids_of_size, release_batch
+from kvpool._batch cimport MOST, NOT_PLAIN, SMALL, ids_of_size, is_plain_number, plain_number, release_batch
 from kvpool._block cimport BlockHome, kvpool_lock_acquire, kvpool_lock_release, parse_digest
 from kvpool._block_sequence cimport BlockSequence, new_sequence
 from kvpool._kvp cimport (
@@ -25,6 +25,7 @@ from kvpool._kvp cimport (
 from kvpool._prefix_cache cimport PrefixCache
 from kvpool._request cimport RequestBase
 
+from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.request_status import RequestStatus
 
 cdef object WAITING = RequestStatus.WAITING
@@ -48,22 +49,23 @@ cdef class GroupTables:
         self.num_cached = manager.num_cached_block
         self.partial_hits = manager._partial_hit_reqs
         self.block_size = manager.block_size
-        self.window = window
-        self.stretch = stretch
-        self.aligned = aligned
+        self.window = min(window, INT32_MAX)
+        self.stretch = min(stretch, INT32_MAX)
+        self.aligned = min(aligned, INT32_MAX)
         self.caches = manager.enable_caching and manager.kv_cache_spec.prefix_cacheable
 
     cdef bint stays(self, object request_id, Py_ssize_t num_slots, Py_ssize_t num_read, Py_ssize_t num_to_cache) except -1:
         """Whether the request has the blocks for ``num_slots`` tokens, none of them falls out of its window once
         ``num_read`` tokens are computed, and the first ``num_to_cache`` tokens fill none that is not cached."""
-        cdef PyObject *found = PyDict_GetItem(self.tables, request_id)
+        cdef PyObject *found = PyDict_GetItemWithError(self.tables, request_id)
         cdef PyObject *cached
         cdef BlockSequence table
         cdef Py_ssize_t num_skipped = 0
         if found is NULL:
             return False
         table = <BlockSequence?><object>found
-        if table.length * self.block_size < num_slots or PyDict_GetItem(self.partial_hits, request_id) is not NULL:
+        if (PyDict_GetItemWithError(self.partial_hits, request_id) is not NULL
+                or table.length * self.block_size < num_slots):
             return False
         if self.window > 0:
             num_skipped = (num_read - self.window + 1) // self.block_size if num_read >= self.window else 0
@@ -74,9 +76,9 @@ cdef class GroupTables:
             return False
         if not self.caches:
             return True
-        cached = PyDict_GetItem(self.num_cached, request_id)
+        cached = PyDict_GetItemWithError(self.num_cached, request_id)
         return (cached is not NULL and
-                <Py_ssize_t><object>cached >= num_to_cache // self.aligned * self.aligned // self.block_size)
+                plain_number(<object>cached) >= num_to_cache // self.aligned * self.aligned // self.block_size)
 
 
 cdef class KVCacheManagerBase:
@@ -95,15 +97,22 @@ cdef class KVCacheManagerBase:
     cdef Py_ssize_t watermark
     cdef bint caches
 
-    def bind_full_attention(self, PrefixCache pool not None, manager, blocks_class, no_blocks, Py_ssize_t max_model_len,
-                            Py_ssize_t watermark_blocks):
-        """Serves plain calls from here.
+    def unbind(self):
+        """From now on every call goes to the general code."""
+        self.pool = None
+        self.groups = None
+
+    def bind_full_attention(self, PrefixCache pool not None, manager, blocks_class, no_blocks, max_model_len,
+                            watermark_blocks):
+        """Serves plain calls from here, but for blocks of a size that no number of tokens here reaches.
 
         Args:
             pool: the native pool of the manager.
             manager: a ``FullAttentionManager`` of group 0, with ``block_size`` equal to the hashes' where caching is on.
             blocks_class, no_blocks: ``KVCacheBlocks`` and its shared empty instance.
         """
+        if not 0 < manager.block_size <= MOST:
+            return
         self.home = pool.the_home()
         self.tables = manager.req_to_blocks
         self.num_cached = manager.num_cached_block
@@ -111,42 +120,46 @@ cdef class KVCacheManagerBase:
         self.blocks_class = blocks_class
         self.no_blocks = no_blocks
         self.block_size = self.hash_size = manager.block_size
-        self.longest = max_model_len
-        self.watermark = watermark_blocks
+        self.longest = min(max_model_len, INT32_MAX)
+        self.watermark = min(watermark_blocks, INT32_MAX)
         self.caches = manager.enable_caching
         self.pool = pool
 
-    def bind_groups(self, PrefixCache pool not None, groups, no_blocks, Py_ssize_t max_model_len,
-                    Py_ssize_t watermark_blocks, bint enable_caching, Py_ssize_t hash_block_size):
+    def bind_groups(self, PrefixCache pool not None, groups, no_blocks, max_model_len, watermark_blocks,
+                    bint enable_caching, hash_block_size):
         """Serves the steps that change nothing from here.
 
         Args:
             groups: of every group the manager, its window or 0, its stretch or 0, and the tokens to a multiple of which
                 it caches (1 where that is not known: some steps more go to the general code).
         """
+        if not all(0 < size <= MOST for size in (hash_block_size, *(group[0].block_size for group in groups))):
+            return
         self.home = pool.the_home()
-        self.groups = [GroupTables(*group) for group in groups]
         self.no_blocks = no_blocks
-        self.longest = max_model_len
-        self.watermark = watermark_blocks
+        self.longest = min(max_model_len, INT32_MAX)
+        self.watermark = min(watermark_blocks, INT32_MAX)
         self.caches = enable_caching
         self.hash_size = hash_block_size
+        self.groups = [GroupTables(*group) for group in groups]
 
     # ---- allocation ----
 
     cdef bint changes_nothing(self, RequestBase request, Py_ssize_t num_new_tokens, Py_ssize_t num_lookahead_tokens) except -1:
         """Whether a running request has all that its next tokens need, in every group."""
-        cdef Py_ssize_t computed = min(request.num_computed_tokens, self.longest)
-        cdef Py_ssize_t num_slots = min(computed + num_new_tokens + num_lookahead_tokens, self.longest)
-        cdef Py_ssize_t num_to_cache = min(computed + num_new_tokens, PyList_GET_SIZE(request._all_token_ids))
-        cdef Py_ssize_t i
-        if (num_new_tokens < 1 or num_lookahead_tokens < 0 or request.num_computed_tokens < 0
-                or self.watermark > 0 and request.status is not RUNNING
-                or self.caches and num_to_cache // self.hash_size > PyList_GET_SIZE(request.current_hashes())):
+        cdef Py_ssize_t computed, num_slots, num_to_cache, in_flight = request.num_in_flight_tokens
+        cdef GroupTables group
+        if (num_new_tokens < 1 or num_lookahead_tokens < 0 or not is_plain_number(request.num_computed_tokens)
+                or not is_plain_number(in_flight)
+                or self.watermark > 0 and request.status is not RUNNING):
             return False
-        for i in range(PyList_GET_SIZE(self.groups)):
-            if not (<GroupTables>PyList_GET_ITEM(self.groups, i)).stays(
-                    request.request_id, num_slots, computed - request.num_in_flight_tokens, num_to_cache):
+        computed = min(request.num_computed_tokens, self.longest)
+        num_slots = min(computed + num_new_tokens + num_lookahead_tokens, self.longest)
+        num_to_cache = min(computed + num_new_tokens, PyList_GET_SIZE(request._all_token_ids))
+        if self.caches and num_to_cache // self.hash_size > PyList_GET_SIZE(request.current_hashes()):
+            return False
+        for group in self.groups:
+            if not group.stays(request.request_id, num_slots, computed - in_flight, num_to_cache):
                 return False
         return True
 
@@ -155,19 +168,22 @@ cdef class KVCacheManagerBase:
                        num_encoder_tokens=0, full_sequence_must_fit=False, reserved_blocks=0, has_scheduled_reqs=True,
                        skip_zeroing_group_ids=()):
         cdef object blocks
-        if (self.pool is not None and isinstance(request, RequestBase) and type(num_new_tokens) is int
-                and not num_external_computed_tokens and not delay_cache_blocks and not num_encoder_tokens
-                and type(num_lookahead_tokens) is int and type(reserved_blocks) is int
-                and type(num_new_computed_tokens) is int):
-            blocks = self.allocate(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks,
-                                   num_lookahead_tokens, full_sequence_must_fit, reserved_blocks, has_scheduled_reqs)
-            if blocks is not NotImplemented:
-                return blocks
-        elif (self.groups is not None and isinstance(request, RequestBase) and type(num_new_tokens) is int
-                and num_new_computed_tokens == 0 and (new_computed_blocks is None or new_computed_blocks is self.no_blocks)
-                and type(num_lookahead_tokens) is int and not num_external_computed_tokens and not num_encoder_tokens
-                and not delay_cache_blocks and not full_sequence_must_fit and not reserved_blocks
-                and self.changes_nothing(request, num_new_tokens, num_lookahead_tokens)):
+        cdef Py_ssize_t num_new = plain_number(num_new_tokens)
+        cdef Py_ssize_t num_lookahead = plain_number(num_lookahead_tokens)
+        cdef Py_ssize_t num_hit = plain_number(num_new_computed_tokens)
+        cdef Py_ssize_t num_reserved = plain_number(reserved_blocks)
+        if num_new < 1 or num_lookahead < 0 or num_hit < 0 or num_reserved < 0 or not isinstance(request, RequestBase):
+            pass
+        elif self.pool is not None:
+            if not num_external_computed_tokens and not delay_cache_blocks and not num_encoder_tokens:
+                blocks = self.allocate(request, num_new, num_hit, new_computed_blocks, num_lookahead,
+                                       full_sequence_must_fit, num_reserved, has_scheduled_reqs)
+                if blocks is not NotImplemented:
+                    return blocks
+        elif (self.groups is not None and num_hit == num_reserved == 0
+                and (new_computed_blocks is None or new_computed_blocks is self.no_blocks)
+                and not num_external_computed_tokens and not num_encoder_tokens and not delay_cache_blocks
+                and not full_sequence_must_fit and self.changes_nothing(request, num_new, num_lookahead)):
             return self.no_blocks
         return super().allocate_slots(
             request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens,
@@ -194,14 +210,16 @@ cdef class KVCacheManagerBase:
         return results
 
     cdef bint have_hashes(self, list batch) except -1:
-        """Whether every request is one of ours with the hashes to cache what its next token fills."""
+        """Whether every request is one of ours, with a next token that has a slot and the hashes to cache what that fills."""
         cdef RequestBase request
         cdef Py_ssize_t i, num_tokens
         for i in range(PyList_GET_SIZE(batch)):
             if not isinstance(<object>PyList_GET_ITEM(batch, i), RequestBase):
                 return False
             request = <RequestBase>PyList_GET_ITEM(batch, i)
-            num_tokens = min(request.num_computed_tokens + 1, PyList_GET_SIZE(request._all_token_ids))
+            num_tokens = min(min(request.num_computed_tokens, self.longest) + 1, PyList_GET_SIZE(request._all_token_ids))
+            if num_tokens > self.longest or request.num_computed_tokens < 0:
+                return False
             if self.caches and num_tokens // self.hash_size > PyList_GET_SIZE(request.current_hashes()):
                 return False
         return True
@@ -209,28 +227,22 @@ cdef class KVCacheManagerBase:
     cdef object allocate(self, RequestBase request, Py_ssize_t num_new_tokens, Py_ssize_t num_new_computed_tokens,
                          object new_computed_blocks, Py_ssize_t num_lookahead_tokens, bint full_sequence_must_fit,
                          Py_ssize_t reserved_blocks, bint has_scheduled_reqs):
-        """``allocate_slots`` for plain arguments; NotImplemented, and nothing has changed, for all else."""
-        cdef Py_ssize_t num_tokens = PyList_GET_SIZE(request._all_token_ids)
-        cdef Py_ssize_t local = request.num_computed_tokens + num_new_computed_tokens
-        cdef Py_ssize_t computed = min(local, self.longest)
-        cdef Py_ssize_t num_slots = min(computed + num_new_tokens + num_lookahead_tokens, self.longest)
-        cdef Py_ssize_t num_full = min(computed + num_new_tokens, num_tokens) // self.block_size
-        cdef BlockSequence table = self.table_of(request)
-        cdef Py_ssize_t num_held = table.length if table is not None else 0
-        cdef Py_ssize_t num_required = (num_slots + self.block_size - 1) // self.block_size
-        cdef Py_ssize_t num_new, num_hits = 0, num_kept = 0, num_free = self.home.pool.free_list.num_free
-        cdef BlockSequence hits = None
-        if (num_new_tokens < 1 or num_lookahead_tokens < 0 or reserved_blocks < 0 or num_new_computed_tokens < 0
-                or request.num_computed_tokens < 0 or (self.pool.is_observed() and
-                (num_required > num_held or num_full > 0 and self.caches and self.cached_of(request) < num_full))):
+        """``allocate_slots`` for plain numbers; NotImplemented, and nothing has changed, for all else.
+
+        What can run code of the caller (an attribute of foreign blocks, a truth value, ids that are compared) comes first;
+        then all is read, and from there on the state is this call's alone until it is changed.
+        """
+        cdef Py_ssize_t num_tokens, local, computed, num_slots, num_full, num_required, num_held, num_cached
+        cdef Py_ssize_t num_new, num_hits = 0, num_kept = 0, num_free
+        cdef BlockSequence table, hits = None
+        cdef list hashes
+        if not is_plain_number(request.num_computed_tokens):
             return NotImplemented
-        if self.caches and num_full > PyList_GET_SIZE(request.current_hashes()):
-            return NotImplemented
+        local = request.num_computed_tokens + num_new_computed_tokens
         if new_computed_blocks is not None and new_computed_blocks is not self.no_blocks:
-            hits = self.usable_hits(request, new_computed_blocks, local, num_held)
+            hits = self.hits_of(new_computed_blocks)
             if hits is None:
                 return NotImplemented
-            num_hits = hits.length
         elif num_new_computed_tokens != 0:
             return NotImplemented
         if self.watermark > 0 and has_scheduled_reqs:
@@ -238,6 +250,23 @@ cdef class KVCacheManagerBase:
                 return NotImplemented
             if request.status is WAITING or request.status is PREEMPTED:
                 num_kept = self.watermark
+        hashes = request.current_hashes()
+        num_cached = self.cached_of(request)
+        table = self.table_of(request)
+        num_held = table.length if table is not None else 0
+        if num_cached > num_held or hits is not None and not self.are_usable(hits, hashes, local, num_held, num_cached):
+            return NotImplemented
+        num_hits = hits.length if hits is not None else 0
+        num_tokens = PyList_GET_SIZE(request._all_token_ids)
+        computed = min(local, self.longest)
+        num_slots = min(computed + num_new_tokens + num_lookahead_tokens, self.longest)
+        num_full = min(computed + num_new_tokens, num_tokens) // self.block_size
+        num_required = (num_slots + self.block_size - 1) // self.block_size
+        num_free = self.home.pool.free_list.num_free
+        if self.pool.is_observed() and (num_required > num_held or self.caches and max(num_cached, 0) < num_full):
+            return NotImplemented
+        if self.caches and (num_full > PyList_GET_SIZE(hashes) or num_full > max(num_required, num_held + num_hits)):
+            return NotImplemented
         # Hits that nobody uses leave the free list: they count as taken.
         cdef Py_ssize_t num_revived = self.count_free(hits) if num_hits > 0 else 0
         cdef Py_ssize_t whole = (min(num_tokens, self.longest) + self.block_size - 1) // self.block_size
@@ -246,21 +275,33 @@ cdef class KVCacheManagerBase:
         num_new = max(num_required - num_hits - num_held, 0)
         if num_new + num_revived + num_kept > num_free - reserved_blocks:
             return None
-        return self.change(request, table, hits, num_new, num_full)
+        return self.change(request, table, hits, hashes, num_new, max(num_cached, 0), num_full)
 
     cdef BlockSequence table_of(self, RequestBase request):
-        cdef PyObject *found = PyDict_GetItem(self.tables, request.request_id)
-        return <BlockSequence?><object>found if found is not NULL else None
+        cdef PyObject *found = PyDict_GetItemWithError(self.tables, request.request_id)
+        cdef BlockSequence table
+        if found is NULL:
+            return None
+        table = <BlockSequence?><object>found
+        if table.home is not self.home:
+            raise BlockStateError(f"the table of request {request.request_id!r} is of another pool")
+        return table
 
-    cdef Py_ssize_t cached_of(self, RequestBase request) except -1:
-        cdef PyObject *found = PyDict_GetItem(self.num_cached, request.request_id)
-        return 0 if found is NULL else <Py_ssize_t><object>found
-
-    cdef object change(self, RequestBase request, BlockSequence table, BlockSequence hits, Py_ssize_t num_new,
-                       Py_ssize_t num_full):
-        """Memory first: what can fail comes before the first change."""
-        cdef BlockSequence new_blocks = None
+    cdef Py_ssize_t cached_of(self, RequestBase request) except -2:
+        """-1: the request is new."""
+        cdef PyObject *found = PyDict_GetItemWithError(self.num_cached, request.request_id)
         cdef Py_ssize_t num_cached
+        if found is NULL:
+            return -1
+        num_cached = plain_number(<object>found)
+        if num_cached == NOT_PLAIN:
+            raise InvalidArgumentError(f"request {request.request_id!r} can't have {<object>found!r} cached blocks")
+        return num_cached
+
+    cdef object change(self, RequestBase request, BlockSequence table, BlockSequence hits, list hashes,
+                       Py_ssize_t num_new, Py_ssize_t num_cached, Py_ssize_t num_full):
+        """Memory first: what can fail comes before the first change. The dicts last: there ids are compared."""
+        cdef BlockSequence new_blocks = None
         cdef bint is_new = table is None or hits is not None
         if is_new and (hits is not None or num_new > 0):
             table = new_sequence(self.home, num_new if hits is None else hits.length + num_new)
@@ -270,21 +311,28 @@ cdef class KVCacheManagerBase:
         if hits is not None:
             self.pool.touch_nodes(hits.ids, hits.length, "touch")
             memcpy(table.ids, hits.ids, <size_t>hits.length * sizeof(int32_t))
-            table.length = hits.length
-            PyDict_SetItem(self.num_cached, request.request_id, hits.length)
-        if is_new and table is not None:
-            PyDict_SetItem(self.tables, request.request_id, table)
+            table.length = num_cached = hits.length
         if new_blocks is not None:
             self.take(new_blocks, num_new)
             memcpy(table.ids + table.length, new_blocks.ids, <size_t>num_new * sizeof(int32_t))
             table.length += num_new
-        if self.caches and num_full > 0:
-            num_cached = self.cached_of(request)
-            if num_full > num_cached:
-                self.pool.cache_range(table, request.current_hashes(), 1, num_cached, num_full - num_cached,
-                                      self.block_size, 0, None)
-                PyDict_SetItem(self.num_cached, request.request_id, num_full)
+        if is_new and table is not None:
+            self.keep(request, table)
+        if hits is not None:
+            PyDict_SetItem(self.num_cached, request.request_id, num_cached)
+        if self.caches and num_full > num_cached:
+            self.pool.cache_range(table, hashes, 1, num_cached, num_full - num_cached, self.block_size, 0, None)
+            PyDict_SetItem(self.num_cached, request.request_id, num_full)
         return self.no_blocks if new_blocks is None else self.blocks_class((new_blocks,))
+
+    cdef int keep(self, RequestBase request, BlockSequence table) except -1:
+        """Makes it the request's table; if that fails, its blocks are free again."""
+        try:
+            PyDict_SetItem(self.tables, request.request_id, table)
+        except BaseException:
+            self.free_reversed(table)
+            raise
+        return 0
 
     cdef int take(self, BlockSequence blocks, Py_ssize_t n) except -1:
         kvpool_lock_acquire(&self.home.lock)
@@ -297,27 +345,26 @@ cdef class KVCacheManagerBase:
 
     # ---- hits ----
 
-    cdef BlockSequence usable_hits(self, RequestBase request, object new_computed_blocks, Py_ssize_t local,
-                                   Py_ssize_t num_held):
-        """The blocks of a hit that a request without blocks may adopt as it is: whole blocks, each still carrying the
-        request's own hash. None sends the call to the general code, which says what is wrong, if anything is."""
-        cdef tuple groups = new_computed_blocks.blocks
-        cdef list hashes = request.current_hashes()
-        cdef BlockSequence hits
+    cdef BlockSequence hits_of(self, object new_computed_blocks):
+        """The one table of a hit; None sends the call to the general code, which says what is wrong, if anything is."""
+        cdef object groups = new_computed_blocks.blocks
+        if type(groups) is not tuple or len(<tuple>groups) != 1 or type((<tuple>groups)[0]) is not BlockSequence:
+            return None
+        return <BlockSequence>(<tuple>groups)[0]
+
+    cdef bint are_usable(self, BlockSequence hits, list hashes, Py_ssize_t local, Py_ssize_t num_held,
+                         Py_ssize_t num_cached) except -1:
+        """Whether a request that is new may adopt a hit as it is: whole blocks, each still carrying the request's hash."""
         cdef kvp_key_t key
         cdef Py_ssize_t i
-        if (not self.caches or num_held > 0 or len(groups) != 1 or type(groups[0]) is not BlockSequence
-                or request.request_id in self.num_cached):
-            return None
-        hits = <BlockSequence>groups[0]
-        if (hits.home is not self.home or hits.length == 0 or local != hits.length * self.block_size
-                or hits.length > PyList_GET_SIZE(hashes)):
-            return None
+        if (not self.caches or num_held > 0 or num_cached >= 0 or hits.home is not self.home or hits.length == 0
+                or local != hits.length * self.block_size or hits.length > PyList_GET_SIZE(hashes)):
+            return False
         for i in range(hits.length):
             parse_digest(<object>PyList_GET_ITEM(hashes, i), 0, &key)
             if hits.ids[i] <= KVP_NULL_BLOCK or not kvp_pool_is_reachable(self.home.pool, &key, hits.ids[i]):
-                return None
-        return hits
+                return False
+        return True
 
     cdef Py_ssize_t count_free(self, BlockSequence hits) noexcept:
         cdef Py_ssize_t i, count = 0
@@ -367,7 +414,11 @@ cdef class KVCacheManagerBase:
         self.num_cached.pop(request_id, None)
         self.partial_hits.pop(request_id, None)
         table = self.tables.pop(request_id, None)
-        if table is not None and table.length > 0:
+        if table is None or table.length == 0:
+            return
+        if table.home is not self.home:
+            self.pool.free_blocks(table[::-1])  # every block to its own pool
+        else:
             self.free_reversed(table)
 
     cdef int free_reversed(self, BlockSequence table) except -1:

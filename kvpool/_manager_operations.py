@@ -19,7 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.allocation_checks import refuse_computed, refuse_missing_hashes, refuse_negative, refuse_stale_hits
+from kvpool.allocation_checks import (
+    refuse_computed,
+    refuse_missing_hashes,
+    refuse_negative,
+    refuse_stale_hits,
+    refuse_tokens_without_slots,
+)
 from kvpool.coordinator import get_kv_cache_coordinator, resolve_kv_cache_block_sizes
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_blocks import KVCacheBlocks
@@ -201,7 +207,8 @@ class KVCacheManagerOperations(KVCacheQueries):
 
         Raises:
             InvalidArgumentError: nothing to allocate, a negative number, computed blocks with caching off or for a
-                request that has blocks, fewer block hashes than tokens. Nothing has changed.
+                request that has blocks, fewer block hashes than tokens, full blocks of tokens beyond ``max_model_len``
+                to publish. Nothing has changed.
             BlockStateError: with ``verify_hits``, a block of the hit was given away since the lookup. Nothing has
                 changed; look up again.
 
@@ -209,7 +216,7 @@ class KVCacheManagerOperations(KVCacheQueries):
         """
         if (
             min(num_new_tokens, num_new_computed_tokens, num_external_computed_tokens) < 0
-            or min(num_lookahead_tokens, num_encoder_tokens, reserved_blocks) < 0
+            or min(num_lookahead_tokens, num_encoder_tokens, reserved_blocks, request.num_computed_tokens) < 0
         ):
             refuse_negative(
                 num_new_tokens=num_new_tokens,
@@ -218,6 +225,7 @@ class KVCacheManagerOperations(KVCacheQueries):
                 num_lookahead_tokens=num_lookahead_tokens,
                 num_encoder_tokens=num_encoder_tokens,
                 reserved_blocks=reserved_blocks,
+                num_computed_tokens=request.num_computed_tokens,
             )
         if num_new_tokens == num_new_computed_tokens == num_external_computed_tokens == 0:
             raise InvalidArgumentError("nothing to allocate: num_new_tokens is 0, and there are no computed tokens")
@@ -225,9 +233,14 @@ class KVCacheManagerOperations(KVCacheQueries):
         num_local_computed_tokens = request.num_computed_tokens + num_new_computed_tokens
         total_computed_tokens = num_local_computed_tokens + num_external_computed_tokens
         computed_tokens = min(total_computed_tokens, self.max_model_len)
-        num_tokens_to_cache = min(computed_tokens + num_new_tokens, request.num_tokens)
+        num_tokens_main_model = computed_tokens + num_new_tokens
+        num_tokens_need_slot = min(num_tokens_main_model + num_lookahead_tokens, self.max_model_len)
+        num_tokens_to_cache = min(num_tokens_main_model, request.num_tokens)
         if self.enable_caching and not delay_cache_blocks:
             refuse_missing_hashes(request, num_tokens_to_cache, self.hash_block_size)
+            if num_tokens_to_cache > num_tokens_need_slot:
+                num_slots = max(num_tokens_need_slot, total_computed_tokens if num_external_computed_tokens else 0)
+                refuse_tokens_without_slots(coordinator, request, num_tokens_to_cache, num_slots)
         hits = self.empty_kv_cache_blocks.blocks if new_computed_blocks is None else new_computed_blocks.blocks
         adopts_computed = hits is not self.empty_kv_cache_blocks.blocks or num_external_computed_tokens > 0
         if adopts_computed:
@@ -264,8 +277,6 @@ class KVCacheManagerOperations(KVCacheQueries):
             max(0, computed_tokens - request.num_in_flight_tokens),
             num_prompt_tokens=request.num_prompt_tokens,
         )
-        num_tokens_main_model = computed_tokens + num_new_tokens
-        num_tokens_need_slot = min(num_tokens_main_model + num_lookahead_tokens, self.max_model_len)
         num_blocks = coordinator.get_num_blocks_to_allocate(
             request_id=request_id,
             num_tokens=num_tokens_need_slot,
@@ -301,13 +312,19 @@ class KVCacheManagerOperations(KVCacheQueries):
             where an earlier one did not.
 
         Raises:
-            InvalidArgumentError: a request has fewer block hashes than tokens. Nothing has changed for any of them.
+            InvalidArgumentError: a negative number of computed tokens, fewer block hashes than tokens, a full block of
+                tokens beyond ``max_model_len`` to publish. Nothing has changed for any of the requests.
         """
         requests = list(requests)
+        for request in requests:
+            if request.num_computed_tokens < 0:
+                refuse_negative(num_computed_tokens=request.num_computed_tokens)
         if self.enable_caching:
             for request in requests:
                 num_tokens = min(request.num_computed_tokens + 1, self.max_model_len + 1, request.num_tokens)
                 refuse_missing_hashes(request, num_tokens, self.hash_block_size)
+                if num_tokens > self.max_model_len:
+                    refuse_tokens_without_slots(self.coordinator, request, num_tokens, self.max_model_len)
         return [self.allocate_slots(request, 1) for request in requests]
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:

@@ -64,6 +64,7 @@ cdef class PrefixCache(BlockAllocator):
         cdef kvp_key_t keys[KEYS]
         cdef Py_ssize_t done = 0, i, size
         cdef int64_t found
+        n = min(n, PyList_GET_SIZE(hashes))
         while done < n:
             size = min(n - done, KEYS)
             for i in range(size):
@@ -106,14 +107,14 @@ cdef class PrefixCache(BlockAllocator):
         cdef uint32_t group_id = parse_group(kv_cache_group_id)
         cdef Py_ssize_t hash_size = self.hash_block_size
         cdef Py_ssize_t n = num_full_blocks - num_cached_blocks
-        if num_cached_blocks < 0 or block_size < 1 or num_full_blocks * block_size > INT32_MAX:
+        if num_cached_blocks < 0 or block_size < 1 or num_full_blocks > INT32_MAX // block_size:
             raise InvalidArgumentError(f"blocks [{num_cached_blocks}, {num_full_blocks}) of {block_size} tokens")
-        if block_size % hash_size != 0:
+        if hash_size < 1 or block_size % hash_size != 0:
             raise InvalidArgumentError(f"block_size {block_size} is not a multiple of hash_block_size {hash_size}")
-        if block_mask is not None and len(block_mask) != n:
-            raise InvalidArgumentError(f"block_mask has {len(block_mask)} entries for {n} blocks")
         # Plain bools, so that no code of the caller runs while keys point into its hashes.
         cdef list mask = None if block_mask is None else [bool(keep) for keep in block_mask]
+        if mask is not None and PyList_GET_SIZE(mask) != n:
+            raise InvalidArgumentError(f"block_mask has {len(mask)} entries for {n} blocks")
         cdef object batch = blocks if type(blocks) is list or type(blocks) is BlockSequence else list(blocks)
         if len(batch) < num_full_blocks:
             raise InvalidArgumentError(f"{len(batch)} blocks, {num_full_blocks} are to be full")
@@ -160,17 +161,22 @@ cdef class PrefixCache(BlockAllocator):
         """Ids of the blocks; KVP_NONE for null blocks and those that the mask leaves out."""
         cdef const int32_t *known = NULL
         cdef int32_t node
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, length
+        if type(blocks) is BlockSequence and (<BlockSequence>blocks).home is not self.home:
+            blocks = list(blocks)
         if type(blocks) is BlockSequence:
-            if (<BlockSequence>blocks).home is self.home:
-                known = (<BlockSequence>blocks).ids + first
-            else:
-                blocks = list(blocks)
+            length = (<BlockSequence>blocks).length
+            known = (<BlockSequence>blocks).ids
+        else:
+            length = PyList_GET_SIZE(<list>blocks)
+        # No code of the caller runs from here on, but to raise.
+        if first < 0 or first > length or n > length - first or mask is not None and PyList_GET_SIZE(mask) != n:
+            raise InvalidArgumentError(f"{length} blocks, {first + n} are to be full")
         for i in range(n):
             ids[i] = KVP_NONE
             if mask is not None and not mask[i]:
                 continue
-            node = known[i] if known is not NULL else node_in(self.home, PyList_GET_ITEM(<list>blocks, first + i))
+            node = known[first + i] if known is not NULL else node_in(self.home, PyList_GET_ITEM(<list>blocks, first + i))
             if node > KVP_NULL_BLOCK:
                 ids[i] = node
             elif node != KVP_NULL_BLOCK and not is_null_block(blocks[first + i]):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.block_hash import GROUP_ID_BYTES
 from kvpool.coordinator import KVCacheCoordinator
 from kvpool.errors import BlockStateError, InvalidArgumentError
+from kvpool.kv_cache_spec import ceil_div
 from kvpool.managers import MambaManager, SingleTypeKVCacheManager
 
 if TYPE_CHECKING:
@@ -37,6 +38,23 @@ def refuse_missing_hashes(request: Request, num_tokens: int, hash_block_size: in
             f"request {request.request_id!r} has {num_hashes} block hashes of {hash_block_size} tokens, too few to "
             f"publish {num_tokens} tokens"
         )
+
+
+def refuse_tokens_without_slots(
+    coordinator: KVCacheCoordinator, request: Request, num_tokens: int, num_slots: int
+) -> None:
+    """InvalidArgumentError if a group would have to publish more blocks of the request than it has with ``num_slots``
+    slots: a request that is longer than the model allows."""
+    for group_id, manager in enumerate(coordinator.single_type_managers):
+        if not (manager.enable_caching and manager.kv_cache_spec.prefix_cacheable):
+            continue
+        num_full_blocks = coordinator.get_num_cacheable_tokens(num_tokens, group_id) // manager.block_size
+        num_held_blocks = len(manager.req_to_blocks.get(request.request_id, ()))
+        if num_full_blocks > max(num_held_blocks, ceil_div(num_slots, manager.block_size)):
+            raise InvalidArgumentError(
+                f"{num_tokens} tokens of request {request.request_id!r} are to be published, but it has slots for "
+                f"{num_slots}: slots end at max_model_len"
+            )
 
 
 def refuse_computed(coordinator: KVCacheCoordinator, request_id: str, hits: HitsByGroup) -> None:

@@ -23,6 +23,7 @@ else:
         __doc__ = KVCacheManagerOperations.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.unbind()
             super().__init__(*args, **kwargs)
             if self._is_plain_full_attention():
                 self.bind_full_attention(

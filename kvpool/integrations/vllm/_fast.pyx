@@ -10,18 +10,17 @@ inside a block, a request of another class) goes on to vLLM's method before anyt
 
 Blocks are taken, freed and cached by the pool's own methods, which report events and metrics where those are on.
 """
-from cpython.dict cimport PyDict_Contains, PyDict_GetItem, PyDict_SetItem, PyDict_Size
+from cpython.dict cimport PyDict_Contains, PyDict_GetItemWithError, PyDict_SetItem, PyDict_Size
 from cpython.list cimport PyList_Check, PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t
+from libc.stdint cimport INT32_MAX, int32_t
 
+from kvpool._batch cimport MOST, NOT_PLAIN, plain_number
 from kvpool._block cimport BlockHome, node_in, parse_digest
 from kvpool._kvp cimport KVP_NULL_BLOCK, kvp_key_t, kvp_pool_is_reachable
 from kvpool._prefix_cache cimport PrefixCache
 
-cdef enum:
-    NOT_PLAIN = -1
+from kvpool.errors import InvalidArgumentError
 
 cdef enum Attention:
     FULL
@@ -52,7 +51,7 @@ cdef Plan plan_of(object manager):
     if plan is None:
         plan = make_plan(manager)
         manager._kvpool_plan = False if plan is None else plan
-    return plan if type(plan) is Plan else None
+    return plan if type(plan) is Plan and (<Plan>plan).is_plain else None
 
 
 cdef inline Py_ssize_t blocks_for(Py_ssize_t num_tokens, Py_ssize_t block_size) noexcept:
@@ -86,8 +85,7 @@ cdef class Group:
     cdef bint drops_last
     cdef bint records_new
 
-    def __init__(self, manager, str attention not None, Py_ssize_t span, Py_ssize_t most_blocks, bint caches_all,
-                 bint caches_tails):
+    def __init__(self, manager, str attention not None, span, most_blocks, bint caches_all, bint caches_tails):
         self.manager = manager
         self.tables = manager.req_to_blocks
         self.num_cached = manager.num_cached_block
@@ -95,33 +93,41 @@ cdef class Group:
         self.null_block = manager._null_block
         self.attention = {"full": FULL, "window": WINDOW, "local": LOCAL}[attention]
         self.group_id = manager.kv_cache_group_id
-        self.block_size = manager.block_size
-        self.span = span
-        self.most_blocks = most_blocks
+        # Of a size that no number here reaches there is nothing to serve: 0 says so to the plan.
+        self.block_size = max(plain_number(manager.block_size), 0)
+        self.span = min(span, INT32_MAX)
+        self.most_blocks = min(most_blocks, INT32_MAX)
         self.caches = manager.enable_caching
         self.caches_all = caches_all
         self.caches_tails = caches_tails
         self.drops_last = manager.use_eagle
         self.records_new = manager._record_new_block_ids
 
-    cdef Py_ssize_t num_held(self, object request_id) noexcept:
-        cdef PyObject *table = PyDict_GetItem(self.tables, request_id)
+    cdef PyObject *find_table(self, object request_id) except? NULL:
+        """Borrowed: to be read before anything else is called. NULL: the request has none."""
+        cdef PyObject *table = PyDict_GetItemWithError(self.tables, request_id)
+        if table is not NULL and not PyList_Check(<object>table):
+            raise TypeError(f"a table of vLLM is a list, not {<object>table!r}")
+        return table
+
+    cdef Py_ssize_t num_held(self, object request_id) except -1:
+        cdef PyObject *table = self.find_table(request_id)
         return 0 if table is NULL else PyList_GET_SIZE(<object>table)
 
     cdef Py_ssize_t num_cached_of(self, object request_id) except -1:
-        cdef PyObject *count = PyDict_GetItem(self.num_cached, request_id)
+        cdef PyObject *count = PyDict_GetItemWithError(self.num_cached, request_id)
         return 0 if count is NULL else <Py_ssize_t><object>count
 
     cdef bint is_plain(self, object request_id) except -1:
         """Whether the group holds a list of blocks for the request, or nothing."""
-        cdef PyObject *table = PyDict_GetItem(self.tables, request_id)
+        cdef PyObject *table = PyDict_GetItemWithError(self.tables, request_id)
         if table is not NULL and not PyList_Check(<object>table):
             return False
         return PyDict_Size(self.partial_hits) == 0 or not PyDict_Contains(self.partial_hits, request_id)
 
     cdef list table_of(self, object request_id):
         """The request's table; an empty one is made, as where vLLM reads its defaultdict."""
-        cdef PyObject *table = PyDict_GetItem(self.tables, request_id)
+        cdef PyObject *table = self.find_table(request_id)
         cdef list new
         if table is not NULL:
             return <list>table
@@ -137,12 +143,12 @@ cdef class Group:
             return num_computed // self.span * self.span
         return 0
 
-    cdef bint has_blocks_to_skip(self, object request_id, Py_ssize_t num_computed) noexcept:
+    cdef bint has_blocks_to_skip(self, object request_id, Py_ssize_t num_computed) except -1:
         cdef Py_ssize_t num_tokens = self.num_skipped(num_computed), n
         cdef PyObject *table
         if num_tokens == 0:
             return False
-        table = PyDict_GetItem(self.tables, request_id)
+        table = self.find_table(request_id)
         if table is NULL:
             return True  # vLLM makes an empty table
         n = min(num_tokens // self.block_size, PyList_GET_SIZE(<object>table))
@@ -171,61 +177,76 @@ cdef class Plan:
     cdef Py_ssize_t hash_block_size
     cdef Py_ssize_t alignment
     cdef Py_ssize_t num_unsettled
+    cdef bint is_plain
     cdef bint has_windows
     cdef bint is_hybrid
     cdef bint caches_only_hashed
 
-    def __init__(self, manager, list groups not None, Py_ssize_t alignment, dropping_groups, bint caches_only_hashed):
+    def __init__(self, manager, list groups not None, alignment, dropping_groups, bint caches_only_hashed):
         cdef Group group
+        self.is_plain = False
         self.pool = manager.block_pool
         self.home = self.pool.the_home()
         self.groups = groups
         self.coordinator = manager.coordinator
         self.no_blocks = manager.empty_kv_cache_blocks
         self.no_hits = self.no_blocks.blocks
-        self.longest = manager.max_model_len
-        self.watermark = manager.watermark_blocks
-        self.hash_block_size = self.pool.hash_block_size
+        self.longest = min(manager.max_model_len, INT32_MAX)
+        self.watermark = min(manager.watermark_blocks, INT32_MAX)
+        self.hash_block_size = plain_number(self.pool.hash_block_size)
         self.is_hybrid = alignment > 0
-        self.alignment = max(alignment, 1)
+        self.alignment = min(max(alignment, 1), INT32_MAX)
         self.dropping_groups = dropping_groups
         self.caches_only_hashed = caches_only_hashed
-        self.num_unsettled = self.coordinator.num_reprefillable_tokens
+        self.num_unsettled = min(self.coordinator.num_reprefillable_tokens, INT32_MAX)
         self.has_windows = False
+        is_plain = self.hash_block_size > 0
         for group in groups:
             self.has_windows = self.has_windows or group.attention != FULL
+            is_plain = is_plain and group.block_size > 0 and (group.span > 0 or group.attention == FULL)
+        self.is_plain = is_plain
 
     # ---- allocation ----
 
     cdef object allocate(self, object request, Py_ssize_t num_new_tokens, Py_ssize_t num_hit_tokens,
                          object new_computed_blocks, Py_ssize_t num_lookahead_tokens, bint must_fit,
                          Py_ssize_t reserved_blocks, bint has_scheduled_reqs):
-        """``allocate_slots`` for plain arguments; NotImplemented, and nothing has changed, for all else."""
+        """``allocate_slots`` for plain numbers; NotImplemented, and nothing has changed, for all else."""
         cdef object request_id = request.request_id
         cdef object tokens = request._all_token_ids
+        cdef Py_ssize_t num_computed = plain_number(request.num_computed_tokens)
+        cdef Py_ssize_t num_in_flight = plain_number(request.num_in_flight_tokens) if self.has_windows else 0
         cdef Py_ssize_t num_tokens = PyList_GET_SIZE(tokens) if PyList_Check(tokens) else NOT_PLAIN
-        cdef Py_ssize_t local = <Py_ssize_t>request.num_computed_tokens + num_hit_tokens
-        cdef Py_ssize_t computed = min(local, self.longest)
-        cdef Py_ssize_t num_slots = min(computed + num_new_tokens + num_lookahead_tokens, self.longest)
-        cdef Py_ssize_t processed = 0, num_free = self.home.pool.free_list.num_free, num_kept
+        cdef Py_ssize_t local, computed, num_slots, num_to_cache, num_free, num_kept, processed = 0
+        cdef object hits_by_group
         cdef tuple hits = None
-        if (num_tokens == NOT_PLAIN or local < 0 or num_new_tokens < 0 or num_lookahead_tokens < 0
+        if (num_tokens == NOT_PLAIN or num_computed == NOT_PLAIN or num_in_flight == NOT_PLAIN
                 or num_new_tokens == 0 and num_hit_tokens == 0):
             return NotImplemented
+        local = num_computed + num_hit_tokens
+        computed = min(local, self.longest)
+        num_slots = min(computed + num_new_tokens + num_lookahead_tokens, self.longest)
+        num_to_cache = min(computed + num_new_tokens, num_tokens)
         if new_computed_blocks is not None:
             if type(new_computed_blocks) is not blocks_class:
                 return NotImplemented
-            if new_computed_blocks.blocks is not self.no_hits:
-                hits = new_computed_blocks.blocks
+            hits_by_group = new_computed_blocks.blocks
+            if hits_by_group is not self.no_hits:
+                if type(hits_by_group) is not tuple:
+                    return NotImplemented
+                hits = <tuple>hits_by_group
         num_kept = self.headroom(request, has_scheduled_reqs)
         if self.has_windows:
-            processed = max(0, computed - <Py_ssize_t>request.num_in_flight_tokens)
+            processed = max(0, computed - num_in_flight)
         if num_kept == NOT_PLAIN or not self.are_plain(request_id) or hits is not None and not self.can_adopt(
                 hits, request_id, local):
             return NotImplemented
+        if num_to_cache > num_slots:
+            self.refuse_tokens_without_slots(request_id, num_to_cache, num_slots)
+        num_free = self.home.pool.free_list.num_free
         if (hits is None and not must_fit and num_kept <= num_free - reserved_blocks
                 and self.needs_no_block(request_id, num_slots, processed)):
-            self.cache(request, request_id, min(computed + num_new_tokens, num_tokens))
+            self.cache(request, request_id, num_to_cache)
             return self.no_blocks
         if must_fit and num_kept + self.num_needed(request_id, hits, min(num_tokens, self.longest), computed,
                                                    True) > num_free:
@@ -237,8 +258,18 @@ cdef class Plan:
         if hits is not None:
             self.adopt(hits, request_id, local)
         blocks = self.extend(request_id, num_slots)
-        self.cache(request, request_id, min(computed + num_new_tokens, num_tokens))
+        self.cache(request, request_id, num_to_cache)
         return blocks
+
+    cdef int refuse_tokens_without_slots(self, object request_id, Py_ssize_t num_tokens, Py_ssize_t num_slots) except -1:
+        """A request longer than the model allows: its last full blocks have no place in its table."""
+        cdef Group group
+        for group in self.groups:
+            if group.caches and self.num_cacheable(group, num_tokens) // group.block_size > max(
+                    group.num_held(request_id), blocks_for(num_slots, group.block_size)):
+                raise InvalidArgumentError(f"{num_tokens} tokens of request {request_id!r} are to be published, but it has "
+                                           f"slots for {num_slots}: slots end at max_model_len")
+        return 0
 
     cdef bint are_plain(self, object request_id) except -1:
         cdef Py_ssize_t i
@@ -311,7 +342,7 @@ cdef class Plan:
             needed += max(num_required - max(num_skipped, num_held + num_found), 0)
             for j in range(max(0, num_skipped - num_held), num_found):
                 node = node_in(self.home, PyList_GET_ITEM(found, j))
-                needed += node != KVP_NULL_BLOCK and self.home.pool.ref_cnt[node] == 0
+                needed += node > KVP_NULL_BLOCK and self.home.pool.ref_cnt[node] == 0
         return needed
 
     cdef int skip_blocks(self, object request_id, Py_ssize_t processed) except -1:
@@ -328,7 +359,8 @@ cdef class Plan:
             table = group.table_of(request_id)
             freed = []
             at = min(group.num_skipped(processed) // group.block_size, PyList_GET_SIZE(table)) - 1
-            while at >= 0 and table[at] is not group.null_block:
+            # What lay in the table may run code of the caller as it goes.
+            while 0 <= at < PyList_GET_SIZE(table) and table[at] is not group.null_block:
                 freed.append(table[at])
                 table[at] = group.null_block
                 at -= 1
@@ -437,7 +469,7 @@ cdef class Plan:
         if num_hashes <= 0 or end > num_tokens or end % group.block_size == 0:
             return 0
         hashes = request.block_hashes
-        table = PyDict_GetItem(group.tables, request_id)
+        table = group.find_table(request_id)
         if (table is not NULL and type(hashes) is list and num_hashes <= PyList_GET_SIZE(hashes)
                 and end // group.block_size < PyList_GET_SIZE(<object>table)):
             node = node_in(self.home, PyList_GET_ITEM(<object>table, end // group.block_size))
@@ -457,12 +489,15 @@ def allocate_slots(self, request, num_new_tokens, num_new_computed_tokens=0, new
     """``KVCacheManager.allocate_slots``."""
     cdef Plan plan = plan_of(self)
     cdef object blocks
+    cdef Py_ssize_t num_new = plain_number(num_new_tokens)
+    cdef Py_ssize_t num_hit = plain_number(num_new_computed_tokens)
+    cdef Py_ssize_t num_lookahead = plain_number(num_lookahead_tokens)
+    cdef Py_ssize_t num_reserved = plain_number(reserved_blocks)
     if (plan is not None and type(request) is request_class and not num_external_computed_tokens
-            and not delay_cache_blocks and not num_encoder_tokens and PyLong_CheckExact(num_new_tokens)
-            and PyLong_CheckExact(num_new_computed_tokens) and PyLong_CheckExact(num_lookahead_tokens)
-            and PyLong_CheckExact(reserved_blocks)):
-        blocks = plan.allocate(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks,
-                               num_lookahead_tokens, full_sequence_must_fit, reserved_blocks, has_scheduled_reqs)
+            and not delay_cache_blocks and not num_encoder_tokens and num_new >= 0 and num_hit >= 0
+            and num_lookahead >= 0 and num_reserved >= 0):
+        blocks = plan.allocate(request, num_new, num_hit, new_computed_blocks, num_lookahead, full_sequence_must_fit,
+                               num_reserved, has_scheduled_reqs)
         if blocks is not NotImplemented:
             return blocks
     return stock_allocate_slots(
@@ -475,10 +510,11 @@ def allocate_slots(self, request, num_new_tokens, num_new_computed_tokens=0, new
 def cache_blocks(self, request, num_computed_tokens):
     """``KVCacheManager.cache_blocks``."""
     cdef Plan plan = plan_of(self)
-    if (plan is None or type(request) is not request_class or not PyLong_CheckExact(num_computed_tokens)
-            or num_computed_tokens < 0 or not plan.are_plain(request.request_id)):
+    cdef Py_ssize_t num_tokens = plain_number(num_computed_tokens)
+    if (plan is None or type(request) is not request_class or num_tokens == NOT_PLAIN
+            or not plan.are_plain(request.request_id)):
         return stock_cache_blocks(self, request, num_computed_tokens)
-    plan.cache(request, request.request_id, num_computed_tokens)
+    plan.cache(request, request.request_id, num_tokens)
 
 
 def free(self, request):

@@ -7,13 +7,13 @@ A lookup in a pool of another class, hashes in another container than a list, or
 to vLLM's method.
 """
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
-from cpython.long cimport PyLong_CheckExact, PyLong_FromLong
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, uint32_t
 
 from kvpool._allocator cimport incref, set_item
+from kvpool._batch cimport plain_number
 from kvpool._block cimport (
     BlockHome, KVCacheBlock as _KVCacheBlock, borrowed_handle, kvpool_lock_acquire, kvpool_lock_release, parse_digest,
     parse_group,
@@ -47,21 +47,23 @@ def bind(names):
 cdef class Lookup:
     """The blocks of a list of hashes in one or several groups: row i of ``ids`` has a block of each group."""
     cdef BlockHome home
-    cdef list hashes
+    cdef list hashes  # the caller's: its size is asked for at every look at it
     cdef Py_ssize_t scale
     cdef Py_ssize_t num_groups
     cdef uint32_t groups[MANY_GROUPS]
     cdef int32_t *ids
-    cdef Py_ssize_t num_rows
+    cdef Py_ssize_t num_rows  # wanted
+    cdef Py_ssize_t room      # rows that ids has: those that there are hashes for
 
     def __dealloc__(self):
         PyMem_Free(self.ids)
 
     cdef int reserve(self, Py_ssize_t num_rows) except -1:
         self.num_rows = num_rows
-        self.ids = <int32_t *>PyMem_Malloc(<size_t>(num_rows * self.num_groups) * sizeof(int32_t))
+        self.room = min(num_rows, num_hashes_of(self))
+        self.ids = <int32_t *>PyMem_Malloc(<size_t>(self.room * self.num_groups) * sizeof(int32_t))
         if self.ids is NULL:
-            raise MemoryError(f"no memory for a hit of {num_rows} blocks")
+            raise MemoryError(f"no memory for a hit of {self.room} blocks")
         return 0
 
     cdef bint find(self, Py_ssize_t i) except -1:
@@ -69,6 +71,8 @@ cdef class Lookup:
         cdef kvp_key_t key
         cdef int32_t entry
         cdef Py_ssize_t g
+        if i >= self.room or i >= num_hashes_of(self):
+            return False
         parse_digest(<object>PyList_GET_ITEM(self.hashes, (i + 1) * self.scale - 1), 0, &key)
         for g in range(self.num_groups):
             key.group_id = self.groups[g]
@@ -80,6 +84,8 @@ cdef class Lookup:
 
     cdef int clear(self, Py_ssize_t i) except -1:
         cdef Py_ssize_t g
+        if i >= self.room:
+            raise IndexError(f"no hash {i} of {self.room}")
         for g in range(self.num_groups):
             self.ids[i * self.num_groups + g] = KVP_NULL_BLOCK
         return 0
@@ -89,9 +95,12 @@ cdef class Lookup:
         return tuple([self.column(g, num_rows) for g in range(self.num_groups)])
 
     cdef list column(self, Py_ssize_t g, Py_ssize_t num_rows):
-        cdef list column = PyList_New(num_rows)
+        cdef list column
         cdef PyObject *view
         cdef Py_ssize_t i
+        if num_rows > self.room:
+            raise IndexError(f"no block {num_rows} of {self.room}")
+        column = PyList_New(num_rows)
         for i in range(num_rows):
             view = borrowed_handle(self.home, self.ids[i * self.num_groups + g])
             incref(view)
@@ -104,13 +113,14 @@ cdef Lookup open_lookup(object block_hashes, object group_ids, object pool, Py_s
     """A lookup of whole blocks of a prefix of ``max_length`` tokens; None if it is not one for here."""
     cdef Lookup lookup
     cdef Py_ssize_t hash_block_size, g
+    cdef tuple groups
     if (type(pool) is not pool_class or type(group_ids) is not list or block_size < 1
             or not 0 < PyList_GET_SIZE(group_ids) <= MANY_GROUPS):
         return None
     lookup = Lookup.__new__(Lookup)
     lookup.home = (<PrefixCache>pool).the_home()
-    hash_block_size = (<PrefixCache>pool).hash_block_size
-    if block_size % hash_block_size != 0:
+    hash_block_size = plain_number((<PrefixCache>pool).hash_block_size)
+    if hash_block_size < 1 or block_size % hash_block_size != 0:
         return None
     lookup.scale = block_size // hash_block_size
     if type(block_hashes) is scaled_hashes_class and block_hashes.scale_factor == lookup.scale:
@@ -118,15 +128,16 @@ cdef Lookup open_lookup(object block_hashes, object group_ids, object pool, Py_s
     if type(block_hashes) is not list:
         return None
     lookup.hashes = block_hashes
-    lookup.num_groups = PyList_GET_SIZE(group_ids)
+    groups = tuple(group_ids)
+    lookup.num_groups = min(len(groups), MANY_GROUPS)
     for g in range(lookup.num_groups):
-        lookup.groups[g] = parse_group(<object>PyList_GET_ITEM(group_ids, g))
+        lookup.groups[g] = parse_group(groups[g])
     lookup.reserve(max(0, max_length) // block_size)
     return lookup
 
 
-cdef inline bint are_ints(max_length, alignment_tokens) noexcept:
-    return PyLong_CheckExact(max_length) and PyLong_CheckExact(alignment_tokens)
+cdef inline bint are_plain(max_length, alignment_tokens) except -1:
+    return plain_number(max_length) >= 0 and plain_number(alignment_tokens) > 0
 
 
 cdef inline Py_ssize_t num_hashes_of(Lookup lookup) noexcept:
@@ -140,11 +151,10 @@ def find_full(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_
     """``FullAttentionManager.find_longest_cache_hit``: blocks from the start up to the first miss."""
     cdef Lookup lookup = None
     cdef Py_ssize_t block_size, alignment, length, n, i = 0
-    if (are_ints(max_length, alignment_tokens) and PyLong_CheckExact(dcp_world_size)
-            and isinstance(kv_cache_spec, full_specs)):
-        block_size, alignment = kv_cache_spec.block_size * dcp_world_size, alignment_tokens
+    if are_plain(max_length, alignment_tokens) and isinstance(kv_cache_spec, full_specs):
+        block_size, alignment = plain_number(kv_cache_spec.block_size * dcp_world_size), alignment_tokens
         # An alignment that divides the block asks for hits inside of it.
-        if 0 < alignment and (alignment >= block_size or block_size % alignment != 0):
+        if alignment >= block_size or block_size % alignment != 0:
             lookup = open_lookup(block_hashes, kv_cache_group_ids, block_pool, block_size, max_length)
     if lookup is None:
         return stock_find_full.__func__(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec,
@@ -169,11 +179,10 @@ def find_window(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, k
     cdef Lookup lookup = None
     cdef Py_ssize_t block_size, alignment, num_wanted, i, below, length, num_run = 0
     cdef bint is_complete = False, drops = bool(drop_eagle_block)
-    if (are_ints(max_length, alignment_tokens) and dcp_world_size == 1 and pcp_world_size == 1
+    if (are_plain(max_length, alignment_tokens) and dcp_world_size == 1 and pcp_world_size == 1
             and isinstance(kv_cache_spec, window_specs)):
-        block_size, alignment = kv_cache_spec.block_size, alignment_tokens
-        if alignment > 0:
-            lookup = open_lookup(block_hashes, kv_cache_group_ids, block_pool, block_size, max_length)
+        block_size, alignment = plain_number(kv_cache_spec.block_size), alignment_tokens
+        lookup = open_lookup(block_hashes, kv_cache_group_ids, block_pool, block_size, max_length)
     if lookup is None or num_hashes_of(lookup) < lookup.num_rows:
         return stock_find_window.__func__(cls, block_hashes, max_length, kv_cache_group_ids, block_pool,
                                           kv_cache_spec, drop_eagle_block, alignment_tokens, dcp_world_size,
@@ -214,11 +223,12 @@ def find_local(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv
     and in that piece the blocks up to the first miss."""
     cdef Lookup lookup = None
     cdef Py_ssize_t block_size, span, i, n
-    if (are_ints(max_length, alignment_tokens) and drop_eagle_block is False and dcp_world_size == 1
+    if (are_plain(max_length, alignment_tokens) and drop_eagle_block is False and dcp_world_size == 1
             and pcp_world_size == 1 and isinstance(kv_cache_spec, local_specs)
-            and kv_cache_spec.block_size == alignment_tokens and max_length >= 0):
-        block_size, span = alignment_tokens, kv_cache_spec.attention_chunk_size
-        lookup = open_lookup(block_hashes, kv_cache_group_ids, block_pool, block_size, max_length)
+            and kv_cache_spec.block_size == alignment_tokens):
+        block_size, span = alignment_tokens, plain_number(kv_cache_spec.attention_chunk_size)
+        if span > 0:
+            lookup = open_lookup(block_hashes, kv_cache_group_ids, block_pool, block_size, max_length)
     if lookup is None or num_hashes_of(lookup) < lookup.num_rows:
         return stock_find_local.__func__(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec,
                                          drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size)
