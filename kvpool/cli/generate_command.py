@@ -77,7 +77,7 @@ def generate(
         int, typer.Option("--max-seqs", min=1, help="Prompts that run at the same time at most.")
     ] = 128,
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, help="Ranks that share the heads of the model, by torchrun.")
+        int, typer.Option("--tensor-parallel", min=1, help="Ranks that share the heads of the model.")
     ] = 1,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")

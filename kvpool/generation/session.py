@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvpool.errors import InvalidArgumentError
@@ -39,7 +41,7 @@ def num_blocks_needed(prompts: Sequence[Sequence[int]], settings: GenerateSettin
 class GenerateSession:
     """Loads a model, makes the cache, and generates. A context manager: what it has started ends with it.
 
-    With several ranks the model is in workers that torchrun starts, and this process schedules.
+    With several ranks the model is in workers on this machine, and this process schedules.
 
     Args:
         source: the model.
@@ -68,7 +70,7 @@ class GenerateSession:
         try:
             self._start(texts)
         except BaseException:
-            self._exit_stack.close()
+            self._exit_stack.__exit__(*sys.exc_info())
             raise
 
     def _start(self, texts: Sequence[str | list[int]]) -> None:
@@ -102,8 +104,11 @@ class GenerateSession:
     def __enter__(self) -> GenerateSession:
         return self
 
-    def __exit__(self, *details: object) -> None:
-        self._exit_stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # With the error, if there is one: workers are then ended at once.
+        self._exit_stack.__exit__(kind, error, traceback)
 
     def run(self, on_tokens: OnTokens = lambda prompt, token_ids, is_last: None) -> GenerateReport:
         """Generates for all prompts at once, as they fit.

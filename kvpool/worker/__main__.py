@@ -4,16 +4,22 @@ One rank::
 
     python -m kvpool.worker --address ipc:///tmp/kvpool --model DIR --num-blocks 1000
 
-Several on one machine (on others: torchrun's own options, and an address that they reach)::
+Several on one machine, which share the heads of the model::
 
-    torchrun --standalone --nproc-per-node 2 -m kvpool.worker --address tcp://10.0.0.1:5600 --model DIR
+    python -m kvpool.worker --tensor-parallel 2 --address ipc:///tmp/kvpool --model DIR
 
-Ends when the scheduler says so or is gone. Exit codes: 0 the scheduler has ended it; 1 a failure; 2 wrong usage; 130
-interrupted. Errors are one line on stderr; a failure's traceback goes to the scheduler.
+Ranks on several machines are started by torchrun, ``torchrun --nnodes 2 ... -m kvpool.worker --address
+tcp://10.0.0.1:5600 --model DIR``. Whoever can connect to torchrun's rendezvous, or to the ports of gloo and NCCL, can
+take the ranks over: these belong on a network that only trusted machines are in.
+
+Ends when the scheduler says so or is gone, and when the process that has started the ranks is gone. Exit codes: 0 the
+scheduler has ended it; 1 a failure; 2 wrong usage; 130 interrupted. Errors are one line on stderr; a failure's
+traceback goes to the scheduler.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,6 +32,8 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.sizing import num_blocks_per_request
 from kvpool.worker.connection import WorkerConnection
+from kvpool.worker.lifeline import end_with
+from kvpool.worker.local_workers import LocalWorkers
 from kvpool.worker.messages import CacheGroupInfo, WorkerInfo
 
 if TYPE_CHECKING:
@@ -58,6 +66,7 @@ class WorkerOptions:
 
 @app.command()
 def main(
+    context: typer.Context,
     address: Annotated[str, typer.Option("--address", help="Of the scheduler: ipc://PATH or tcp://HOST:PORT.")],
     model: Annotated[Path, typer.Option("--model", metavar="DIR", help="Folder of a model, or a .gguf file.")],
     num_blocks: Annotated[
@@ -92,8 +101,24 @@ def main(
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the scheduler and the other ranks.")
     ] = 600.0,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", min=1, help="Ranks to start on this machine; they share the heads.")
+    ] = 1,
+    rendezvous: Annotated[
+        Path | None,
+        typer.Option(
+            "--rendezvous",
+            metavar="FILE",
+            help="Where ranks on one machine meet: a new file in a private folder. Default: as torchrun says.",
+            show_default=False,
+        ),
+    ] = None,
+    parent_pipe: Annotated[int | None, typer.Option("--parent-pipe", hidden=True)] = None,
 ) -> None:
-    """Execute the steps of a kvpool scheduler with one rank of a model; torchrun starts several."""
+    """Execute the steps of a kvpool scheduler with one rank of a model, or with several on this machine."""
+    if tensor_parallel > 1:
+        _start_ranks(context)
+        return
     options = WorkerOptions(
         model,
         num_blocks,
@@ -106,11 +131,29 @@ def main(
         attention,
     )
     with _clean_errors():
+        if parent_pipe is not None:
+            end_with(parent_pipe)
         from kvpool.worker.tensor_parallel import Ranks
 
         ranks = Ranks.from_environment()
         with WorkerConnection(address, ranks.rank, timeout_seconds=timeout) as connection:
-            _run(connection, ranks, options)
+            _run(connection, ranks, rendezvous, options)
+
+
+def _start_ranks(context: typer.Context) -> None:
+    """Runs this command once for each rank, and ends as they do."""
+    with _clean_errors():
+        if "RANK" in os.environ:
+            raise InvalidArgumentError("--tensor-parallel starts ranks, but RANK says that this is one already")
+        options = {name: value for name, value in context.params.items() if value is not None}
+        num_ranks = options.pop("tensor_parallel")
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        with LocalWorkers(num_ranks, words, keeps_errors=False) as workers:
+            code = workers.wait()
+            if code:
+                workers.kill()
+    if code:
+        raise typer.Exit(code if code > 0 else EXIT_FAILURE)
 
 
 @contextmanager
@@ -131,13 +174,13 @@ def _fail(line: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _run(connection: WorkerConnection, ranks: Ranks, options: WorkerOptions) -> None:
+def _run(connection: WorkerConnection, ranks: Ranks, rendezvous: Path | None, options: WorkerOptions) -> None:
     from kvpool.worker.devices import default_device
 
     with ExitStack() as stack:
         try:
             device = ranks.device(options.device or default_device())
-            stack.enter_context(ranks.connected(device))
+            stack.enter_context(ranks.connected(device, rendezvous))
             runner = _make_runner(ranks, device, options)
             stack.callback(runner.close)
         except BaseException as error:

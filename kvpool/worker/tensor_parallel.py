@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from kvpool.worker.attention_modules import UnsupportedModelError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other, different times to load a model included."""
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # Names in transformers' plans.
 COLUMNS, COLUMNS_GATHERED = "colwise", ("colwise_gather_output", "colwise_rep")
@@ -64,7 +68,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
-        """As torchrun says it, in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; the only rank without it.
+        """As launchers say it, in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; the only rank without them.
 
         Raises:
             InvalidArgumentError: the variables hold no numbers, or numbers that don't fit.
@@ -90,15 +94,31 @@ class Ranks:
         return torch.device("cuda", self.local_rank)
 
     @contextmanager
-    def connected(self, device: torch.device) -> Iterator[None]:
-        """A process group of all ranks, by torchrun's environment: gloo on the CPU, NCCL on CUDA. None for one rank."""
+    def connected(self, device: torch.device, rendezvous: Path | None = None) -> Iterator[None]:
+        """A process group of all ranks: gloo on the CPU, NCCL on CUDA. None for one rank.
+
+        Args:
+            rendezvous: a file that the ranks create and find each other's addresses in. Whoever may write to it can run
+                code in the ranks: it belongs in a folder of the user's own. None for the store of torchrun's
+                environment, of which the same is true for whoever can connect to it.
+
+        Raises:
+            InvalidArgumentError: others than the user may write to the folder of ``rendezvous``, or there is none.
+        """
+        store = None if rendezvous is None else _private_store(rendezvous, self.world_size)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.world_size == 1:
             yield
             return
         backend = "nccl" if device.type == "cuda" else "gloo"
-        distributed.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT)
+        distributed.init_process_group(
+            backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
         try:
             yield
         finally:
@@ -111,6 +131,19 @@ class Ranks:
         values = torch.tensor([value], dtype=torch.int64, device=device)
         distributed.all_reduce(values, distributed.ReduceOp.MIN)
         return int(values)
+
+
+def _private_store(path: Path, world_size: int) -> Any:
+    folder = path.absolute().parent
+    try:
+        told = folder.stat()
+    except OSError as error:
+        raise InvalidArgumentError(f"ranks can't meet in {str(path)!r}: {error.strerror}") from None
+    if told.st_mode & _OTHERS_MAY_WRITE or told.st_uid != os.geteuid():
+        raise InvalidArgumentError(
+            f"ranks can't meet in {str(path)!r}: the folder has to be the user's own, and nobody else may write to it"
+        )
+    return distributed.FileStore(str(path.absolute()), world_size)  # type: ignore[attr-defined]
 
 
 def shard_model(model: Any, rank: int, world_size: int) -> None:
