@@ -21,19 +21,21 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from kvpool.curve import find_keys_folder
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.event_sockets import END_OF_REPLAY, EventSockets
 from kvpool.events import EventBatch
+from kvpool.peer_limits import DEFAULT_MAX_PEERS
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 logger = logging.getLogger("kvpool")
 
-DEFAULT_ENDPOINT = "tcp://*:5557"
 DEFAULT_BUFFER_STEPS = 10_000
 DEFAULT_HWM = 100_000
 DEFAULT_MAX_QUEUE_SIZE = 100_000
+DEFAULT_MAX_BUFFERED_BYTES = 256 * 2**20
 
 _BATCHES_PER_TURN = 64
 _READ_SIZE = 4096
@@ -50,19 +52,24 @@ class KVEventsConfig:
     Attributes:
         enable_kv_cache_events: whether at all.
         publisher: name in ``EventPublisherFactory``; None for "zmq" with events on, "null" with events off.
-        endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic: as for ``ZmqEventPublisher``.
+        endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, keys, insecure, max_peers,
+            max_buffered_bytes: as for ``ZmqEventPublisher``.
 
-    vLLM: ``KVEventsConfig``.
+    vLLM: ``KVEventsConfig``, which has no field after ``topic``, and where the default endpoint is all interfaces.
     """
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
-    endpoint: str = DEFAULT_ENDPOINT
+    endpoint: str | None = None
     replay_endpoint: str | None = None
     buffer_steps: int = DEFAULT_BUFFER_STEPS
     hwm: int = DEFAULT_HWM
     max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE
     topic: str = ""
+    keys: str | os.PathLike[str] | None = None
+    insecure: bool = False
+    max_peers: int = DEFAULT_MAX_PEERS
+    max_buffered_bytes: int = DEFAULT_MAX_BUFFERED_BYTES
 
     def __post_init__(self) -> None:
         if self.publisher is None:
@@ -113,12 +120,19 @@ class ZmqEventPublisher(EventPublisher):
     Args:
         data_parallel_rank: rank of the engine; added to the ports of both endpoints.
         endpoint: where the PUB socket binds (``tcp://*:5557``, ``ipc://...``, ``inproc://...``) or connects
-            (``tcp://host:5557``).
+            (``tcp://host:5557``, any TCP address without a wildcard). None to bind port 5557 of 127.0.0.1.
         replay_endpoint: where the replay socket binds; None for no replay.
         buffer_steps: batches remembered for replays.
         hwm: messages ZeroMQ keeps for a slow subscriber; beyond that they are lost for it. 0 for no bound.
         max_queue_size: batches that wait for the thread; beyond that ``publish`` drops them.
         topic: first frame of each message, what subscribers filter by.
+        keys: folder of CURVE keys for TCP (``kvpool keygen``); None for the one that ``KVPOOL_CURVE_KEYS`` names, if it
+            does. Where a socket binds, the folder's clients are admitted; where it connects, ``server.key`` is the
+            other side's and ``client.key_secret`` this one's.
+        insecure: do without keys on addresses that other machines can reach, which is refused otherwise. SECURITY.md
+            tells what everybody learns who can connect.
+        max_peers: connections that each socket accepts.
+        max_buffered_bytes: bytes of the batches remembered, and of those that wait for one slow subscriber.
 
     Attributes:
         endpoint, replay_endpoint: in use, with rank and the port that the system chose, where it was asked to.
@@ -127,10 +141,11 @@ class ZmqEventPublisher(EventPublisher):
 
     Raises:
         ImportError: pyzmq is not installed.
-        InvalidArgumentError: an impossible number, or an endpoint that has no place for the rank.
+        InvalidArgumentError: an impossible number, an endpoint that has no place for the rank or needs keys and has
+            none, or files that hold no usable keys.
         zmq.ZMQError: an endpoint can't be bound or connected.
 
-    vLLM: ``ZmqEventPublisher``.
+    vLLM: ``ZmqEventPublisher``, which has no parameter after ``topic``, and binds all interfaces by default.
     """
 
     SHUTDOWN_TIMEOUT: ClassVar[float] = 1.0
@@ -139,26 +154,56 @@ class ZmqEventPublisher(EventPublisher):
     def __init__(
         self,
         data_parallel_rank: int,
-        endpoint: str = DEFAULT_ENDPOINT,
+        endpoint: str | None = None,
         replay_endpoint: str | None = None,
         buffer_steps: int = DEFAULT_BUFFER_STEPS,
         hwm: int = DEFAULT_HWM,
         max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
         topic: str = "",
+        *,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        max_peers: int = DEFAULT_MAX_PEERS,
+        max_buffered_bytes: int = DEFAULT_MAX_BUFFERED_BYTES,
     ) -> None:
         super().__init__(data_parallel_rank)
         for name, value, least in (
             ("buffer_steps", buffer_steps, 0),
             ("hwm", hwm, 0),
             ("max_queue_size", max_queue_size, 1),
+            ("max_peers", max_peers, 1),
+            ("max_buffered_bytes", max_buffered_bytes, 0),
         ):
             if value < least:
                 raise InvalidArgumentError(f"{name} must be at least {least}, not {value}")
-        self._sockets = EventSockets(endpoint, replay_endpoint, data_parallel_rank, topic, hwm, buffer_steps)
+        keys = find_keys_folder(keys)
+        self._sockets = EventSockets(
+            endpoint,
+            replay_endpoint,
+            data_parallel_rank,
+            topic,
+            hwm,
+            buffer_steps,
+            max_buffered_bytes=max_buffered_bytes,
+            max_peers=max_peers,
+            keys=keys,
+            insecure=insecure,
+        )
         self.endpoint = self._sockets.endpoint
         self.replay_endpoint = self._sockets.replay_endpoint
         self._config = KVEventsConfig(
-            True, "zmq", self.endpoint, self.replay_endpoint, buffer_steps, hwm, max_queue_size, topic
+            True,
+            "zmq",
+            self.endpoint,
+            self.replay_endpoint,
+            buffer_steps,
+            hwm,
+            max_queue_size,
+            topic,
+            keys,
+            insecure,
+            max_peers,
+            max_buffered_bytes,
         )
         self._encoder = msgspec.msgpack.Encoder()
         self.published_batches = 0
@@ -179,6 +224,28 @@ class ZmqEventPublisher(EventPublisher):
     def queued_batches(self) -> int:
         """Batches that wait for the thread now."""
         return len(self._queue)
+
+    @property
+    def overflows(self) -> int:
+        """How often, since creation, batches for a subscriber became more than ``hwm`` or ``max_buffered_bytes``
+        allow, so that it lost some. It sees a gap, and can ask for a replay."""
+        return self._sockets.num_overflows
+
+    @property
+    def refused_peers(self) -> int:
+        """Connections since creation that never became ones of ZeroMQ (garbage, silence, no key that is admitted), or
+        were cut because they went beyond a limit."""
+        return self._sockets.num_refused_peers
+
+    @property
+    def refused_requests(self) -> int:
+        """Replay requests since creation that were none, or too many of one client."""
+        return self._sockets.num_refused_requests
+
+    @property
+    def abandoned_replays(self) -> int:
+        """Clients since creation that were gone, or fetched nothing for a while, before a replay was at its end."""
+        return self._sockets.num_abandoned_replays
 
     def get_publisher_config(self) -> KVEventsConfig:
         return self._config

@@ -6,133 +6,273 @@ wants) and gets one (empty, topic, sequence number, payload) for each batch from
 then (empty, empty, ``END_OF_REPLAY``, empty). It needs a DEALER for that: a REQ takes one answer only.
 
 Neither socket ever makes the sender wait. What a peer does not fetch is lost for it beyond a bound, and the sequence
-numbers show it.
+numbers show it. Each has a ZeroMQ context, and so an I/O thread, of its own: whatever comes in by one does not hold up
+the other.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Iterable
+import os
 from typing import Any
 
+from kvpool.curve import HANDSHAKE_SECONDS, ClientGate, CurveKeys, is_tcp, require_protection
 from kvpool.event_endpoints import bind, is_bind_endpoint, offset_endpoint_port
+from kvpool.event_replay import END_OF_REPLAY, SEQUENCE_NUMBER_BYTES, RememberedBatches, ReplayServer
+from kvpool.peer_limits import LOOK_SECONDS, PeerLimits
 
-logger = logging.getLogger("kvpool")
+__all__ = ["END_OF_REPLAY", "EventSockets"]
 
-SEQUENCE_NUMBER_BYTES = 8
-END_OF_REPLAY = (-1).to_bytes(SEQUENCE_NUMBER_BYTES, "big", signed=True)
+LOOPBACK_ENDPOINT = "tcp://127.0.0.1:5557"
 
-_NUM_REPLAY_REQUEST_FRAMES = 3
+MAX_REQUEST_BYTES = 1024
+"""The largest frame that either socket takes: a subscription to a topic of less than that, a replay request."""
+
+_MAX_UNREAD_MESSAGES = 16  # of one peer; TCP holds back the others
+_REPLAY_HWM = 1000
+_KEEPALIVE_IDLE_SECONDS = 60
+_KEEPALIVE_INTERVAL_SECONDS = 10
+_KEEPALIVE_PROBES = 3
 _MS_PER_SECOND = 1000
-_REPLAY_SLACK = 1000
 
 
 class EventSockets:
     """Opened by one thread, then used by one other.
 
     Args:
-        endpoint: where the PUB socket binds, or connects (``is_bind_endpoint``).
+        endpoint: where the PUB socket binds, or connects (``is_bind_endpoint``); None to bind ``LOOPBACK_ENDPOINT``.
         replay_endpoint: where the replay socket binds; None for no replay.
         data_parallel_rank: added to both (``offset_endpoint_port``).
         topic: first frame of each message.
-        hwm: messages kept for a slow subscriber.
+        hwm: messages kept for a slow subscriber, 0 for no bound.
         num_remembered: batches remembered for replays.
+        max_buffered_bytes: of the batches remembered; and of those kept for one slow subscriber, unless ``hwm`` is 0.
+        max_peers: connections of each socket that binds.
+        keys: folder of CURVE keys for TCP; None for none.
+        insecure: whether to do without on addresses that other machines reach.
 
     Attributes:
         endpoint, replay_endpoint: in use, with rank and the port that the system chose, where it was asked to.
         zmq: pyzmq.
+        num_overflows: how often, since creation, the messages for a subscriber became too many, so that it lost some.
 
     Raises:
         ImportError: pyzmq is not installed.
-        InvalidArgumentError: an endpoint that has no place for the rank.
+        InvalidArgumentError: an endpoint that has no place for the rank, or needs keys and has none; or bad keys.
         zmq.ZMQError: an endpoint can't be bound or connected.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | None,
         replay_endpoint: str | None,
         data_parallel_rank: int,
         topic: str,
         hwm: int,
         num_remembered: int,
+        *,
+        max_buffered_bytes: int,
+        max_peers: int,
+        keys: str | os.PathLike[str] | None,
+        insecure: bool,
     ) -> None:
         self.zmq = _import_zmq()
-        self.endpoint = offset_endpoint_port(endpoint, data_parallel_rank)
+        self.endpoint: str = offset_endpoint_port(endpoint or LOOPBACK_ENDPOINT, data_parallel_rank)
         self.replay_endpoint = offset_endpoint_port(replay_endpoint, data_parallel_rank)
+        self._binds = not endpoint or is_bind_endpoint(self.endpoint)
+        for address in (self.endpoint, self.replay_endpoint):
+            if address:
+                require_protection(address, keys, insecure)
         self._topic = topic.encode()
-        self._remembered: deque[tuple[int, bytes]] = deque(maxlen=num_remembered)
-        self._pub: Any = None
-        self._replay: Any = None
+        self._hwm = hwm
+        self._max_buffered_bytes = max_buffered_bytes
+        self._max_peers = max_peers
+        self._keys = keys
+        self._largest_payload = 0
+        self._remembered = RememberedBatches(num_remembered, max_buffered_bytes)
+        self._pub: _Opened | None = None
+        self._replay: _Opened | None = None
+        self._replay_server: ReplayServer | None = None
         self._poller = self.zmq.Poller()
+        self.num_overflows = 0
         try:
-            self._open(self.zmq.Context.instance(), hwm, num_remembered)
+            self._open()
         except BaseException:
             self.close(linger_seconds=0)
             raise
 
-    def _open(self, context: Any, hwm: int, num_remembered: int) -> None:
-        self._pub = context.socket(self.zmq.PUB)
-        self._pub.set_hwm(hwm)
-        if is_bind_endpoint(self.endpoint):
-            self.endpoint = bind(self._pub, self.endpoint)
-        else:
-            self._pub.connect(self.endpoint)
+    def _open(self) -> None:
+        zmq = self.zmq
+        self._pub = _Opened(zmq, zmq.PUB, self.endpoint, self._binds, self._keys, self._max_peers, sndhwm=self._hwm)
+        # A full subscriber is told first, and only then left out; see send().
+        self._pub.socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self.endpoint = self._pub.open()
         if self.replay_endpoint is not None:
-            self._replay = context.socket(self.zmq.ROUTER)
-            # What does not fit is lost, and the end of an answer would be. ZeroMQ may count up to half of the bound
-            # as taken although the peer has read it.
-            self._replay.set_hwm(2 * num_remembered + _REPLAY_SLACK)
-            self.replay_endpoint = bind(self._replay, self.replay_endpoint)
-            self._poller.register(self._replay, self.zmq.POLLIN)
+            self._replay = _Opened(
+                zmq, zmq.ROUTER, self.replay_endpoint, True, self._keys, self._max_peers, sndhwm=_REPLAY_HWM
+            )
+            # So a peer that is gone or full is told, and not left out in silence.
+            self._replay.socket.router_mandatory = True
+            self.replay_endpoint = self._replay.open()
+            self._replay_server = ReplayServer(zmq, self._replay.socket, self._remembered, self._topic)
+        for opened in self._all():
+            if opened.limits is not None:
+                self._poller.register(opened.limits.monitor, zmq.POLLIN)
+
+    def _all(self) -> list[_Opened]:
+        return [opened for opened in (self._pub, self._replay) if opened is not None]
+
+    @property
+    def num_refused_requests(self) -> int:
+        """Replay requests since creation that were none, or too many of one client."""
+        return self._replay_server.num_refused if self._replay_server else 0
+
+    @property
+    def num_abandoned_replays(self) -> int:
+        """Clients since creation that did not fetch the answer to a replay request to its end."""
+        return self._replay_server.num_abandoned if self._replay_server else 0
+
+    @property
+    def num_refused_peers(self) -> int:
+        """Connections since creation that never became ones of ZeroMQ (garbage, silence, no key that is admitted), or
+        were cut because they went beyond a limit."""
+        limits = [opened.limits for opened in self._all() if opened.limits is not None]
+        return sum(each.num_cut + each.num_failed_handshakes for each in limits)
 
     def close(self, linger_seconds: float) -> None:
-        """Close both; what was sent may take so long to leave. The context stays, others may use it."""
-        for socket in (self._pub, self._replay):
-            if socket is not None:
-                socket.close(linger=int(linger_seconds * _MS_PER_SECOND))
+        """Close both; what was sent may take so long to leave."""
+        opened = self._all()
+        for each in opened:
+            each.close_socket(int(linger_seconds * _MS_PER_SECOND))
+        for each in opened:
+            each.close_context()
 
     def wait(self, file_descriptor: int, timeout_ms: int | None) -> bool:
-        """Answer a replay request if there is one, and tell whether a file descriptor can be read.
+        """Do what the sockets' peers ask for, and tell whether a file descriptor can be read.
 
         Args:
             timeout_ms: how long to wait for either; None for ever.
         """
         self._poller.register(file_descriptor, self.zmq.POLLIN)
-        ready = {socket for socket, _ in self._poller.poll(timeout_ms)}
-        if self._replay in ready:
-            self._answer_replay_request(self._replay.recv_multipart())
+        if self._replay is not None and self._replay_server is not None:
+            # Register with no events is to unregister.
+            self._poller.register(self._replay.socket, self.zmq.POLLIN if self._replay_server.reads_requests else 0)
+        ready = {socket for socket, _ in self._poller.poll(self._wait_ms(timeout_ms))}
+        for opened in self._all():
+            if opened.limits is not None:
+                opened.limits.look()
+        if self._replay_server is not None:
+            self._replay_server.work()
         return file_descriptor in ready
+
+    def _wait_ms(self, timeout_ms: int | None) -> int | None:
+        times = [timeout_ms, self._replay_server.next_work_ms() if self._replay_server else None]
+        if any(opened.limits is not None and opened.limits.num_peers for opened in self._all()):
+            times.append(int(LOOK_SECONDS * _MS_PER_SECOND))
+        return min((each for each in times if each is not None), default=None)
 
     def send(self, sequence_number: int, payload: bytes) -> None:
         """Publish an encoded batch, and remember it for replays."""
-        self._pub.send_multipart((self._topic, _encode(sequence_number), payload))
-        self._remembered.append((sequence_number, payload))
-
-    def _answer_replay_request(self, frames: list[bytes]) -> None:
-        if len(frames) != _NUM_REPLAY_REQUEST_FRAMES:
-            logger.warning("A replay request of %d frames was ignored", len(frames))
-            return
-        client, _, first = frames
+        if len(payload) > self._largest_payload:
+            self._largest_payload = len(payload)
+            self._bound_bytes()
+        pub = self._pub.socket  # type: ignore[union-attr]
+        message = (self._topic, sequence_number.to_bytes(SEQUENCE_NUMBER_BYTES, "big"), payload)
         try:
-            for message in self._replay_messages(int.from_bytes(first, "big")):
-                self._replay.send_multipart((client, b"", *message))
-        except self.zmq.ContextTerminated:
+            pub.send_multipart(message, self.zmq.NOBLOCK)
+        except self.zmq.Again:
+            # Nobody has got anything yet. Now all get it but those that have no room.
+            self.num_overflows += 1
+            pub.setsockopt(self.zmq.XPUB_NODROP, 0)
+            try:
+                pub.send_multipart(message, self.zmq.NOBLOCK)
+            finally:
+                pub.setsockopt(self.zmq.XPUB_NODROP, 1)
+        self._remembered.append(sequence_number, payload)
+
+    def _bound_bytes(self) -> None:
+        """ZeroMQ bounds messages, so there may be as few of them as the largest one allows."""
+        most = max(1, self._max_buffered_bytes // self._largest_payload)
+        if self._pub is not None and self._hwm:
+            self._pub.socket.sndhwm = min(self._hwm, most)
+        if self._replay is not None:
+            self._replay.socket.sndhwm = min(_REPLAY_HWM, most)
+
+
+class _Opened:
+    """A socket with what watches over it, in a context of its own; that of the process for ``inproc``, which needs
+    that.
+
+    Args:
+        binds: rather than connects.
+        keys: folder; for TCP alone. The side that binds is CURVE's server.
+    """
+
+    def __init__(
+        self,
+        zmq: Any,
+        kind: int,
+        endpoint: str,
+        binds: bool,
+        keys: str | os.PathLike[str] | None,
+        max_peers: int,
+        sndhwm: int,
+    ) -> None:
+        self.limits: PeerLimits | None = None
+        self._gate: ClientGate | None = None
+        self._endpoint = endpoint
+        self._binds = binds
+        own_keys = None
+        if keys is not None and is_tcp(endpoint):
+            own_keys = CurveKeys.load_server(keys) if binds else CurveKeys.load_client(keys)
+        self._is_shared = endpoint.startswith("inproc://")
+        self._context = zmq.Context.instance() if self._is_shared else zmq.Context()
+        try:
+            self.socket = self._context.socket(kind)
+            self.socket.sndhwm = sndhwm
+            self.socket.rcvhwm = _MAX_UNREAD_MESSAGES
+            self.socket.maxmsgsize = MAX_REQUEST_BYTES
+            self._keep_alive(zmq)
+            if own_keys is not None and binds:
+                self._gate = ClientGate(self._context, own_keys)
+                self._gate.protect(self.socket)
+            elif own_keys is not None:
+                own_keys.protect_client(self.socket)
+            if binds and not self._is_shared:
+                self.socket.handshake_ivl = int(HANDSHAKE_SECONDS * _MS_PER_SECOND)
+                self.limits = PeerLimits(self.socket, max_peers)
+        except BaseException:
+            self.close_socket(0)
+            self.close_context()
             raise
-        except self.zmq.ZMQError:
-            # The publishing goes on, whatever becomes of one client.
-            logger.exception("A replay was cut short")
 
-    def _replay_messages(self, first_sequence_number: int) -> Iterable[tuple[bytes, bytes, bytes]]:
-        for sequence_number, payload in self._remembered:
-            if sequence_number >= first_sequence_number:
-                yield self._topic, _encode(sequence_number), payload
-        yield b"", END_OF_REPLAY, b""
+    def _keep_alive(self, zmq: Any) -> None:
+        """A machine that is gone without a word must not hold a connection for ever. The kernel asks: ZeroMQ's own
+        heartbeats would be new on the wire."""
+        self.socket.tcp_keepalive = 1
+        self.socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_SECONDS
+        self.socket.tcp_keepalive_intvl = _KEEPALIVE_INTERVAL_SECONDS
+        self.socket.tcp_keepalive_cnt = _KEEPALIVE_PROBES
 
+    def open(self) -> str:
+        """Bind or connect; the endpoint, with the port that the system chose."""
+        if self._binds:
+            return bind(self.socket, self._endpoint)
+        self.socket.connect(self._endpoint)
+        return self._endpoint
 
-def _encode(sequence_number: int) -> bytes:
-    return sequence_number.to_bytes(SEQUENCE_NUMBER_BYTES, "big")
+    def close_socket(self, linger_ms: int) -> None:
+        if self.limits is not None:
+            self.limits.close()
+        socket = getattr(self, "socket", None)
+        if socket is not None:
+            socket.close(linger=linger_ms)
+
+    def close_context(self) -> None:
+        """After the socket; waits as long as that lingers."""
+        if self._gate is not None:
+            self._gate.close()
+        if not self._is_shared:
+            self._context.term()
 
 
 def _import_zmq() -> Any:

@@ -1,0 +1,218 @@
+"""Bounds on what strangers can do to a listening ZeroMQ socket without saying anything that reaches its owner.
+
+ZeroMQ bounds neither how many connections it accepts nor what one connection may make it hold: subscriptions go into a
+tree for as long as they come, and a message of endless parts is gathered until its last one. Neither is ever shown to
+the socket's owner. So the connections are counted (the socket's monitor tells of them), and so are the bytes that each
+has sent (the kernel tells that of TCP, on Linux); one that goes beyond is cut. A peer that was cut wrongly connects
+again.
+
+The owner of the socket calls ``look`` whenever the monitor can be read, and every ``LOOK_SECONDS`` while there are
+peers. The monitor is never full, so that ZeroMQ does not wait for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+logger = logging.getLogger("kvpool")
+
+LOOK_SECONDS = 0.05
+
+DEFAULT_MAX_PEERS = 128
+DEFAULT_BURST_BYTES = 64 * 1024
+DEFAULT_BYTES_PER_SECOND = 4 * 1024
+
+_MAX_CHANGES_PER_LOOK = 1000
+_GREETING_BYTES = 64  # of ZMTP: who has not sent as much has said nothing yet
+_BYTES_RECEIVED = struct.Struct("=Q")
+_BYTES_RECEIVED_OFFSET = 128  # of tcpi_bytes_received in Linux' struct tcp_info
+_TCP_INFO_BYTES = 192
+_CHANGE = struct.Struct("=hi")
+
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class _Peer:
+    looked_at: float
+    num_bytes: int = 0  # ever received
+    level: float = 0.0  # the part of them that counts against the burst still
+
+
+class PeerLimits:
+    """The connections that one socket has accepted. For one thread at a time.
+
+    Args:
+        zmq_socket: before it is bound.
+        max_peers: connections at a time. Of more, the oldest that has said nothing is cut, else the newest.
+        burst_bytes: what a peer may send at once.
+        bytes_per_second: what it may send on average, after that.
+
+    Attributes:
+        monitor: socket to poll.
+        num_cut: connections cut since creation.
+        num_failed_handshakes: connections since creation that ended before they were ZeroMQ's: by garbage, silence or
+            the wrong key.
+    """
+
+    def __init__(
+        self,
+        zmq_socket: Any,
+        max_peers: int = DEFAULT_MAX_PEERS,
+        burst_bytes: int = DEFAULT_BURST_BYTES,
+        bytes_per_second: int = DEFAULT_BYTES_PER_SECOND,
+    ) -> None:
+        import zmq
+
+        self._zmq = zmq
+        self._socket = zmq_socket
+        self._max_peers = max_peers
+        self._burst_bytes = burst_bytes
+        self._bytes_per_second = bytes_per_second
+        self._peers: dict[int, _Peer] = {}  # by file descriptor, oldest first
+        self._silent: dict[int, None] = {}  # those of them that may not have said anything
+        self._next_look = 0.0
+        self._place: str | int | None = None
+        self.num_cut = 0
+        self.num_failed_handshakes = 0
+        self._failures = frozenset(
+            (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        )
+        address = f"inproc://kvpool-peers-{id(self)}"
+        zmq_socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | sum(self._failures))
+        self.monitor = zmq_socket.context.socket(zmq.PAIR)
+        self.monitor.linger = 0
+        self.monitor.rcvhwm = 0
+        self.monitor.connect(address)
+
+    @property
+    def num_peers(self) -> int:
+        """Connections now."""
+        return len(self._peers)
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._socket.disable_monitor()
+        self.monitor.close()
+
+    def look(self) -> None:
+        """Cut what goes beyond the limits. O(changes + peers), and no more than some milliseconds."""
+        now = time.monotonic()
+        self._take_changes(now)
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            for fd in list(self._peers):
+                self._weigh(fd, now)
+
+    def _take_changes(self, now: float) -> None:
+        for _ in range(_MAX_CHANGES_PER_LOOK):
+            try:
+                change, value = _CHANGE.unpack(self.monitor.recv_multipart(self._zmq.NOBLOCK)[0])
+            except self._zmq.Again:
+                return
+            if change == self._zmq.EVENT_ACCEPTED:
+                self._forget(value)
+                self._peers[value] = _Peer(now)
+                self._silent[value] = None
+                if len(self._peers) > self._max_peers:
+                    self._cut(self._choose_victim(now), f"there are more than {self._max_peers}")
+            elif change == self._zmq.EVENT_DISCONNECTED:
+                self._forget(value)
+            elif change in self._failures:
+                self.num_failed_handshakes += 1
+
+    def _choose_victim(self, now: float) -> int:
+        while self._silent:
+            fd = next(iter(self._silent))
+            num_bytes = self._weigh(fd, now)
+            if num_bytes is not None and num_bytes < _GREETING_BYTES:
+                return fd
+            self._silent.pop(fd, None)
+        return next(reversed(self._peers))
+
+    def _weigh(self, fd: int, now: float) -> int | None:
+        """Look at what a peer has sent; the number of bytes, or None where that is not to be had."""
+        peer = self._peers[fd]
+        num_bytes = _with_socket(fd, _bytes_received)
+        if num_bytes is None:
+            return None
+        level = max(0.0, peer.level - self._bytes_per_second * (now - peer.looked_at))
+        peer.level = level + max(0, num_bytes - peer.num_bytes)
+        peer.num_bytes, peer.looked_at = num_bytes, now
+        if num_bytes >= _GREETING_BYTES:
+            self._silent.pop(fd, None)
+        if peer.level > self._burst_bytes:
+            self._cut(fd, f"it sent {num_bytes} bytes")
+        return num_bytes
+
+    def _cut(self, fd: int, reason: str) -> None:
+        self._forget(fd)
+        _with_socket(fd, self._shut_down)
+        self.num_cut += 1
+        if self.num_cut == 1:
+            logger.warning("A connection was cut: %s. Further ones are only counted", reason)
+
+    def _shut_down(self, connection: socket.socket) -> None:
+        # ZeroMQ sees the end and closes its descriptor itself. It may have done so before, and the number may belong
+        # to something else now, which must be left alone.
+        if self._place is None:
+            self._place = _listening_place(self._socket.last_endpoint.rstrip(b"\0").decode())
+        if _place_of(connection) == self._place:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, fd: int) -> None:
+        self._peers.pop(fd, None)
+        self._silent.pop(fd, None)
+
+
+def _with_socket(fd: int, call: Callable[[socket.socket], _Result]) -> _Result | None:
+    """Call something with the socket behind a descriptor that another thread may close; None if it has, or if it is
+    something else by now."""
+    try:
+        duplicate = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:  # no socket
+        os.close(duplicate)
+        return None
+    with connection:
+        try:
+            return call(connection)
+        except OSError:
+            return None
+
+
+def _bytes_received(connection: socket.socket) -> int | None:
+    """None for what is no TCP, and where the kernel does not tell."""
+    if not sys.platform.startswith("linux") or connection.family == socket.AF_UNIX:
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    if len(info) < _BYTES_RECEIVED_OFFSET + _BYTES_RECEIVED.size:
+        return None
+    num_bytes: int = _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_OFFSET)[0]
+    return num_bytes
+
+
+def _place_of(connection: socket.socket) -> str | int:
+    name = connection.getsockname()
+    if connection.family == socket.AF_UNIX:
+        return os.fsdecode(name).replace("\0", "@", 1)
+    port: int = name[1]
+    return port
+
+
+def _listening_place(endpoint: str) -> str | int:
+    """Port or path."""
+    if endpoint.startswith("ipc://"):
+        return endpoint[len("ipc://") :]
+    return int(endpoint.rpartition(":")[2])
