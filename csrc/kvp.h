@@ -48,7 +48,7 @@ enum {
 
 typedef enum {
     KVP_OK = 0,
-    KVP_ERR_NO_FREE_BLOCKS, /* fewer free blocks than asked for */
+    KVP_ERR_NO_FREE_BLOCKS, /* fewer free blocks than asked for, or a negative number asked for */
     KVP_ERR_BLOCK_ID,       /* id < 0 or >= num_blocks */
     KVP_ERR_NULL_BLOCK,     /* the null block where it makes no sense */
     KVP_ERR_NOT_IN_USE,     /* ref_cnt is 0 already: a double free */

@@ -54,7 +54,7 @@ bool kvp_free_list_is_queued(const kvp_free_list_t *list, int32_t node) {
 }
 
 kvp_status_t kvp_free_list_pop_n(kvp_free_list_t *list, int32_t n, int32_t *out) {
-    if (n > list->num_free) {
+    if ((uint32_t)n > (uint32_t)list->num_free) {
         return KVP_ERR_NO_FREE_BLOCKS;
     }
     const int32_t sentinel = list->capacity;

@@ -100,7 +100,7 @@ static inline bool is_block_id(const kvp_pool_t *pool, int32_t id) { return (uin
  * One walk for links and counts: a batch is short, but its blocks may lie anywhere. */
 static int32_t take_from_head(kvp_pool_t *pool, int32_t n, int32_t *out) {
     kvp_free_list_t *const list = &pool->free_list;
-    if (n > list->num_free) {
+    if ((uint32_t)n > (uint32_t)list->num_free) {
         return KVP_NONE;
     }
     kvp_link_t *const links = list->links;

@@ -261,7 +261,9 @@ kvp_status_t kvp_pool_cache(kvp_pool_t *pool, const kvp_key_t *keys, const int32
         }
         if ((map->has_hash[id] & KVP_HAS_PRIMARY) != 0) {
             if (mode == KVP_CACHE_IDEMPOTENT) {
-                if ((map->primary[id].flags & KVP_ENTRY_IN_MAP) == 0) {
+                /* Out of the map by hand; the key may be back as a secondary one. */
+                if ((map->primary[id].flags & KVP_ENTRY_IN_MAP) == 0 &&
+                    kvp_map_find_block(map, &keys[i], id) == KVP_NONE) {
                     kvpi_map_link(map, id);
                 }
                 continue;

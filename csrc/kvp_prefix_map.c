@@ -43,7 +43,8 @@ static inline void load_digest(uint64_t words[KVP_DIGEST_BYTES / 8], const kvp_k
         memcpy(words, key->digest, KVP_DIGEST_BYTES);
     } else {
         memset(words, 0, KVP_DIGEST_BYTES);
-        memcpy(words, key->digest, key->digest_len);
+        /* A longer one is equal to no entry, since the lengths differ: no more of it is read than fits. */
+        memcpy(words, key->digest, key->digest_len < KVP_DIGEST_BYTES ? key->digest_len : KVP_DIGEST_BYTES);
     }
 }
 

@@ -235,6 +235,44 @@ static void test_hashes_set_by_hand(void) {
     kvp_pool_destroy(pool);
 }
 
+/* A primary that was taken out of the map while its key came back as a secondary one: the block is in the ring once. */
+static void test_cached_again_under_a_secondary_key(void) {
+    kvp_pool_t *const pool = make_pool(4);
+    uint8_t digest[KVP_DIGEST_BYTES];
+    const kvp_key_t key = make_key(digest, 5, 32, 0);
+    const int32_t id = 1;
+    CHECK(kvp_pool_insert_key(pool, &key, id) == KVP_OK && kvp_pool_primary(pool, id) == KVP_NONE);
+    CHECK(kvp_pool_set_hash(pool, &key, id, 4) == KVP_OK && is_sound(pool));
+    CHECK(kvp_pool_cache(pool, &key, &id, 1, 0, 0, KVP_CACHE_IDEMPOTENT, NULL) == KVP_OK && is_sound(pool));
+    CHECK(pool->map.num_entries == 1 && kvp_pool_is_reachable(pool, &key, id));
+    CHECK(kvp_pool_drop_hashes(pool, id) == 1 && kvp_map_find(&pool->map, &key) == KVP_NONE && is_sound(pool));
+    kvp_pool_destroy(pool);
+}
+
+/* No entry has a digest that is longer than digests can be; where only an answer comes back, it is a miss. */
+static void test_overlong_digests_are_misses(void) {
+    kvp_pool_t *const pool = make_pool(4);
+    uint8_t digest[2 * KVP_DIGEST_BYTES] = {1};
+    const kvp_key_t key = {digest, KVP_DIGEST_BYTES, 0}, overlong = {digest, 2 * KVP_DIGEST_BYTES, 0};
+    int32_t out[2];
+    CHECK(kvp_pool_insert_hash(pool, &key, 1, 4) == KVP_OK);
+    CHECK(kvp_pool_find_prefix(pool, (kvp_key_t[]){key, overlong}, 2, out) == 1 && out[0] == 1);
+    CHECK(!kvp_pool_is_reachable(pool, &overlong, 1) && kvp_map_find(&pool->map, &overlong) == KVP_NONE);
+    CHECK(!kvp_pool_remove_key(pool, &overlong, 1) && kvp_pool_is_reachable(pool, &key, 1) && is_sound(pool));
+    CHECK(kvp_pool_set_hash(pool, &overlong, 2, 4) == KVP_ERR_DIGEST_LENGTH && is_sound(pool));
+    kvp_pool_destroy(pool);
+}
+
+static void test_negative_counts_take_nothing(void) {
+    kvp_pool_t *const pool = make_pool(4);
+    int32_t out[4];
+    CHECK(kvp_pool_allocate(pool, -1, out) == KVP_ERR_NO_FREE_BLOCKS);
+    CHECK(kvp_pool_take(pool, INT32_MIN, out) == KVP_ERR_NO_FREE_BLOCKS);
+    CHECK(kvp_pool_pop_detached(pool, -3, out) == KVP_ERR_NO_FREE_BLOCKS);
+    CHECK(queue_is(pool, (int32_t[]){1, 2, 3}, 3) && is_sound(pool));
+    kvp_pool_destroy(pool);
+}
+
 static void test_stand_alone_map(void) {
     kvp_map_t *map = NULL;
     uint8_t digest[KVP_DIGEST_BYTES];
@@ -422,6 +460,9 @@ int main(void) {
     test_secondary_hashes();
     test_secondary_hashes_after_reset();
     test_hashes_set_by_hand();
+    test_cached_again_under_a_secondary_key();
+    test_overlong_digests_are_misses();
+    test_negative_counts_take_nothing();
     test_stand_alone_map();
     test_free_list_moves();
     test_checker_notices();
