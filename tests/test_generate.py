@@ -86,15 +86,15 @@ def test_prompts_are_texts_or_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2: no JSON"),
-        ("[1]", '"prompt" or "prompt_token_ids"'),
+        ("{", "not valid JSON"),
+        ("[1]", "must be a JSON object, not list"),
         ('{"text": "a"}', '"prompt" or "prompt_token_ids"'),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "either"),
         ('{"prompt": 5}', "not 5"),
         ('{"prompt": ""}', "empty"),
         ('{"prompt_token_ids": []}', "empty"),
         ('{"prompt_token_ids": [1, -2]}', "-2"),
-        ('{"prompt_token_ids": [1, true]}', "True"),
+        ('{"prompt_token_ids": [1, true]}', "entry 1 of"),
         ('{"prompt_token_ids": "abc"}', "'abc'"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_bad_prompt_names_file_and_line(tmp_path: Path, line: str, words: str)
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(PromptError) as caught:
         read_prompts(path)
-    assert words in str(caught.value) and f"{path}, line 2" in str(caught.value)
+    assert words in str(caught.value) and f"{path}:2: " in str(caught.value)
 
 
 def test_no_prompts_and_no_file(tmp_path: Path) -> None:

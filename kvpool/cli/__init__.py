@@ -1,8 +1,9 @@
 """The `kvpool` command: `replay` runs request traces, `generate` a model on the paged cache, `doctor` describes the
 installation, `keygen` makes keys for connections.
 
-Exit codes: 0 done; 1 implementations differ or memory is short; 2 wrong usage or a bad trace; 130
-interrupted. Errors are one line on stderr. Whatever is slow to import is imported by the command that needs it.
+Exit codes: 0 done; 1 implementations differ or memory is short; 2 wrong usage, an input that can't be read or an
+output that can't be written; 130 interrupted; 141 nobody reads stdout any more. Errors are one line on stderr.
+Whatever is slow to import is imported by the command that needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from kvpool._version import __version__
-from kvpool.cli.common import EXIT_INTERRUPTED
+from kvpool.cli.clean_exit import EXIT_INTERRUPTED, CleanGroup
 from kvpool.cli.doctor_command import doctor
 from kvpool.cli.generate_command import generate
 from kvpool.cli.keygen_command import keygen
@@ -21,6 +22,7 @@ from kvpool.cli.replay_command import replay
 
 app = typer.Typer(
     name="kvpool",
+    cls=CleanGroup,
     help="Cache manager and block pool for LLM KV caches: replay request traces, generate with a model, inspect the"
     " installation.",
     no_args_is_help=True,

@@ -1,50 +1,55 @@
-"""What the commands share: exit codes, errors as one line, the console, progress and JSON."""
+"""What the commands share: limits of numbers, the console, progress, paths and JSON."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from errno import ENAMETOOLONG
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvpool.cli.clean_exit import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    UsageError,
+    clean_errors,
+    fail,
+)
+from kvpool.shown import shown
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+__all__ = [
+    "EXIT_FAILURE",
+    "EXIT_INTERRUPTED",
+    "EXIT_USAGE",
+    "UsageError",
+    "check_output",
+    "check_path",
+    "clean_errors",
+    "fail",
+    "make_console",
+    "progress",
+    "write_json",
+]
 
 STDOUT = "-"
 MAX_NUM_BLOCKS = 2**31 - 1
+MAX_BLOCK_SIZE = 2**20
+"""Tokens."""
+
+MAX_COUNT = 2**31 - 1
+"""Of requests, tokens, bytes: what has no smaller limit of its own."""
+
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+
 _PROGRESS_SECONDS = 0.1
-
-
-class UsageError(Exception):
-    """Options that don't go together, or an output that can't be written."""
-
-
-@contextmanager
-def clean_errors() -> Iterator[None]:
-    """Turns every expected failure into one line on stderr and an exit code."""
-    from kvpool.errors import KvpoolError
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        fail("interrupted", EXIT_INTERRUPTED)
-    except MemoryError:
-        fail("error: not enough memory; try fewer blocks (--blocks)", EXIT_FAILURE)
-    except (UsageError, KvpoolError) as error:
-        is_mismatch = type(error).__name__ == "ReplayMismatchError"
-        fail(f"error: {error}", EXIT_FAILURE if is_mismatch else EXIT_USAGE)
-
-
-def fail(line: str, code: int) -> None:
-    typer.echo(line, err=True)
-    raise typer.Exit(code)
 
 
 @contextmanager
@@ -81,16 +86,38 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
 def make_console(is_stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=is_stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    class PipeConsole(Console):
+        """Raises the BrokenPipeError that it is called for, where rich would end the program."""
+
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704
+
+    return PipeConsole(stderr=is_stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def check_path(path: str | Path | None) -> None:
+    """UsageError for what no file can be named: a text with a zero byte, or one that the system finds too long."""
+    if path is None:
+        return
+    try:
+        Path(path).stat()
+    except ValueError:
+        raise UsageError(f"{shown(str(path))} is no path") from None
+    except OSError as error:
+        if error.errno == ENAMETOOLONG:
+            raise UsageError(f"{shown(str(path))} is no path: {error.strerror}") from None
 
 
 def check_output(path: str | Path | None) -> None:
     """Fails before long work rather than after it: UsageError where a file can't be written."""
     if path is None or path == STDOUT:
         return
+    check_path(path)
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"{path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{path}: can't be written")
 
 
 def write_json(document: Any, path: str) -> None:

@@ -8,28 +8,41 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.cli.common import (
+    MAX_BLOCK_SIZE,
+    MAX_COUNT,
     MAX_NUM_BLOCKS,
+    MAX_SEED,
+    MIN_SEED,
     STDOUT,
     UsageError,
     check_output,
+    check_path,
     clean_errors,
     make_console,
     progress,
     write_json,
 )
+from kvpool.cli.memory import check_pool_memory
+from kvpool.json_lines import ReadLimits
+from kvpool.shown import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvpool.replay.report import Report
     from kvpool.replay.simulator import ReplayResult, ReplaySettings
-    from kvpool.replay.trace import Trace
+    from kvpool.replay.trace import Trace, TraceLimits
 
 DEFAULT_TRACE_CAPACITY = 4_800_000
 """Tokens that the default pool holds for a trace file: 300,000 blocks of 16."""
 
 DEFAULT_SYNTHETIC_CAPACITY = 320_000
 """Tokens that the default pool holds for the built-in generator: 20,000 blocks of 16."""
+
+MAX_DEFAULT_BLOCKS = 2**20
+"""Blocks to which the default pool grows for a large request."""
+
+MAX_SYNTHETIC_REQUESTS = 10_000_000
 
 
 def replay(
@@ -51,13 +64,17 @@ def replay(
         ),
     ] = None,
     block_size: Annotated[
-        int, typer.Option("--block-size", min=1, help="Tokens per block; must divide the trace's block size.")
+        int,
+        typer.Option(
+            "--block-size", min=1, max=MAX_BLOCK_SIZE, help="Tokens per block; must divide the trace's block size."
+        ),
     ] = 16,
     trace_block_size: Annotated[
         int | None,
         typer.Option(
             "--trace-block-size",
             min=1,
+            max=MAX_BLOCK_SIZE,
             help="Tokens per entry of hash_ids. Default: 512 (trace), --block-size (synthetic).",
             show_default=False,
         ),
@@ -69,6 +86,7 @@ def replay(
         typer.Option(
             "--limit",
             min=1,
+            max=MAX_COUNT,
             help="Only the first LIMIT requests of the file (synthetic: requests to generate, by default 2,000).",
             show_default=False,
         ),
@@ -105,8 +123,23 @@ def replay(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of the synthetic trace. Default: 0.", show_default=False)
+        int | None,
+        typer.Option(
+            "--seed", min=MIN_SEED, max=MAX_SEED, help="Seed of the synthetic trace. Default: 0.", show_default=False
+        ),
     ] = None,
+    max_request_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-request-tokens", min=1, max=MAX_COUNT, help="Refuse a trace with a request of more tokens."
+        ),
+    ] = 2**24,
+    max_bytes: Annotated[
+        int, typer.Option("--max-bytes", min=1, help="Refuse a trace of more text, decompressed.")
+    ] = ReadLimits.max_bytes,
+    max_line_bytes: Annotated[
+        int, typer.Option("--max-line-bytes", min=1, help="Refuse a trace with a longer line.")
+    ] = ReadLimits.max_line_bytes,
 ) -> None:
     """Run a request trace through the cache manager as a discrete-event simulation.
 
@@ -119,25 +152,32 @@ def replay(
 
         from kvpool.replay import report as reports
         from kvpool.replay.simulator import MIN_NUM_BLOCKS, ReplaySettings
+        from kvpool.replay.trace import TraceLimits
 
+        check_path(trace)
         names = _parse_names(compare)
         sizes = _parse_sizes(curve_blocks)
         settings = ReplaySettings(blocks or MIN_NUM_BLOCKS, block_size, prefill_rate, tpot, over)
         _check_outputs(json_path, plot_path)
         _check_available(names, block_size, over)
-        loaded = _load_trace(trace, seed, limit, block_size, trace_block_size)
+        limits = TraceLimits(max_bytes, max_line_bytes, max_request_tokens)
+        loaded = _load_trace(trace, seed, limit, block_size, trace_block_size, limits)
         loaded.check_block_size(block_size)
         settings = replace(settings, num_blocks=blocks or _default_blocks(loaded, block_size))
+        check_pool_memory(names, max([settings.num_blocks, *sizes]))
         console = make_console(is_stderr=json_path == STDOUT)
         _print_header(console, loaded, settings, is_default_size=blocks is None)
         report = reports.Report(loaded, settings, _run_all(loaded, settings, names))
         if curve or sizes:
             report.curve = _run_curve(loaded, settings, names[0], sizes)
-        _print_report(console, report)
-        if json_path is not None:
+        # Files first: an output that nobody reads any more, or has no room for, must not cost them.
+        if json_path is not None and json_path != STDOUT:
             write_json(report.to_json(), json_path)
         if plot_path is not None:
             reports.write_plot(report, plot_path)
+        _print_report(console, report)
+        if json_path == STDOUT:
+            write_json(report.to_json(), STDOUT)
 
 
 def _parse_names(text: str | None) -> list[str]:
@@ -148,7 +188,7 @@ def _parse_names(text: str | None) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:
-        raise UsageError(f"--compare {text!r}: choose from {', '.join(IMPLEMENTATIONS)}, separated by commas")
+        raise UsageError(f"--compare {shown(text)}: choose from {', '.join(IMPLEMENTATIONS)}, separated by commas")
     return names
 
 
@@ -160,20 +200,20 @@ def _parse_sizes(text: str | None) -> list[int]:
     try:
         sizes = sorted({int(size) for size in text.split(",")})
     except ValueError:
-        raise UsageError(f"--curve-blocks {text!r}: must be whole numbers separated by commas") from None
+        raise UsageError(f"--curve-blocks {shown(text)}: must be whole numbers separated by commas") from None
     if sizes[0] < MIN_NUM_BLOCKS or sizes[-1] > MAX_NUM_BLOCKS:
-        raise UsageError(f"--curve-blocks {text!r}: sizes must be from {MIN_NUM_BLOCKS} to {MAX_NUM_BLOCKS}")
+        raise UsageError(f"--curve-blocks {shown(text)}: sizes must be from {MIN_NUM_BLOCKS} to {MAX_NUM_BLOCKS}")
     return sizes
 
 
 def _check_outputs(json_path: str | None, plot_path: Path | None) -> None:
     """Fails before a long replay rather than after it."""
-    from kvpool.replay.report import load_plotting
+    from kvpool.replay.report import check_plot
 
-    if plot_path is not None:
-        load_plotting()
     check_output(json_path)
-    check_output(plot_path)
+    if plot_path is not None:
+        check_output(plot_path)
+        check_plot(plot_path)
 
 
 def _check_available(names: list[str], block_size: int, over: str) -> None:
@@ -186,22 +226,37 @@ def _check_available(names: list[str], block_size: int, over: str) -> None:
 
 
 def _load_trace(
-    path: Path | None, seed: int | None, limit: int | None, block_size: int, trace_block_size: int | None
+    path: Path | None,
+    seed: int | None,
+    limit: int | None,
+    block_size: int,
+    trace_block_size: int | None,
+    limits: TraceLimits,
 ) -> Trace:
     from kvpool.replay.synthetic import DEFAULT_NUM_REQUESTS, generate_trace
     from kvpool.replay.trace import DEFAULT_TRACE_BLOCK_SIZE, read_trace
 
     if path is None:
+        if limit is not None and limit > MAX_SYNTHETIC_REQUESTS:
+            raise UsageError(f"--limit {limit}: at most {MAX_SYNTHETIC_REQUESTS} requests are generated")
         return generate_trace(seed or 0, limit or DEFAULT_NUM_REQUESTS, trace_block_size or block_size)
     if seed is not None:
         raise UsageError("--seed is for the synthetic trace; it has no meaning with a TRACE file")
     with progress("reading", total=limit) as advance:
-        return read_trace(path, trace_block_size or DEFAULT_TRACE_BLOCK_SIZE, limit, advance)
+        return read_trace(path, trace_block_size or DEFAULT_TRACE_BLOCK_SIZE, limit, advance, limits)
 
 
 def _default_blocks(trace: Trace, block_size: int) -> int:
-    capacity = DEFAULT_SYNTHETIC_CAPACITY if trace.is_synthetic else DEFAULT_TRACE_CAPACITY
-    return max(capacity // block_size, trace.max_blocks_needed(block_size) + 1)
+    from kvpool.replay.simulator import MIN_NUM_BLOCKS
+
+    usual = (DEFAULT_SYNTHETIC_CAPACITY if trace.is_synthetic else DEFAULT_TRACE_CAPACITY) // block_size
+    wanted, largest = trace.max_blocks_needed(block_size) + 1, max(usual, MAX_DEFAULT_BLOCKS)
+    if wanted > largest:
+        raise UsageError(
+            f"{trace.name}: a request needs a pool of {wanted:,} blocks, and the default one has at most {largest:,}"
+            " (--blocks sets its size; a request that is larger than it is rejected)"
+        )
+    return max(usual, wanted, MIN_NUM_BLOCKS)
 
 
 def _run_all(trace: Trace, settings: ReplaySettings, names: list[str]) -> list[ReplayResult]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.json_lines import DEFAULT_READ_LIMITS, ReadLimits, numbered_lines, parse_object, source_name, type_name
+from kvpool.shown import shown
 
 if TYPE_CHECKING:
     from kvpool.worker.tokenizer import Tokenizer
@@ -17,53 +19,76 @@ class PromptError(InvalidArgumentError):
     """A prompt that can't be read; the message names the file and the line."""
 
 
-def read_prompts(path: Path) -> list[str | list[int]]:
+def read_prompts(source: str | Path | BinaryIO, limits: ReadLimits = DEFAULT_READ_LIMITS) -> list[str | list[int]]:
     """Prompts of a JSONL file: ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}`` a line; blank lines are skipped.
 
+    Args:
+        source: a file, decompressed if its name ends in ``.gz`` or ``.zst``, or a binary stream of plain text.
+
     Raises:
-        PromptError: a line that is neither, an empty prompt, no line at all, or the file can't be read.
+        PromptError: a line that is neither, an empty prompt, a text that is no Unicode, no line at all, a limit that is
+            exceeded, or the file can't be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path}: {error}") from None
-    prompts = [_parse_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    name = source_name(source)
+    with closing(numbered_lines(source, limits, PromptError)) as lines:
+        prompts = [_parse_prompt(f"{name}:{number}", line) for number, line in lines]
     if not prompts:
-        raise PromptError(f"{path} has no prompts")
+        raise PromptError(f"{name} has no prompts")
     return prompts
 
 
-def _parse_prompt(path: Path, number: int, line: str) -> str | list[int]:
-    where = f"{path}, line {number}"
-    try:
-        document = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"{where}: no JSON: {error}") from None
-    fields = {"prompt", "prompt_token_ids"} & set(document) if isinstance(document, dict) else set()
+def _parse_prompt(place: str, line: bytes) -> str | list[int]:
+    document = parse_object(line, place, PromptError)
+    fields = {"prompt", "prompt_token_ids"} & set(document)
     if len(fields) != 1:
-        raise PromptError(f'{where}: either "prompt" or "prompt_token_ids" is needed')
+        raise PromptError(f'{place}: either "prompt" or "prompt_token_ids" is needed')
     prompt = document[fields.pop()]
-    is_text = "prompt" in document
-    if is_text and not isinstance(prompt, str):
-        raise PromptError(f'{where}: "prompt" is a text, not {prompt!r}')
-    if not is_text and not (isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)):
-        raise PromptError(f'{where}: "prompt_token_ids" is a list of token ids, not {prompt!r}'[:300])
+    if "prompt" in document:
+        if not isinstance(prompt, str):
+            raise PromptError(f'{place}: "prompt" is a text, not {shown(prompt)}')
+        _check_text(place, prompt)
+    elif not isinstance(prompt, list):
+        raise PromptError(f'{place}: "prompt_token_ids" is a list of token ids, not {shown(prompt)}')
+    else:
+        _check_token_ids(place, prompt)
     if not prompt:
-        raise PromptError(f"{where}: the prompt is empty")
+        raise PromptError(f"{place}: the prompt is empty")
     checked: str | list[int] = prompt
     return checked
+
+
+def _check_text(place: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise PromptError(
+            f"{place}: character {error.start} of the prompt is {half}, half of a pair, which no text holds alone"
+        ) from None
+
+
+def _check_token_ids(place: str, token_ids: list[object]) -> None:
+    for index, token in enumerate(token_ids):
+        if type(token) is not int or token < 0:
+            given = shown(token) if isinstance(token, int | float) else type_name(token)
+            raise PromptError(f'{place}: entry {index} of "prompt_token_ids" is no token id, but {given}')
 
 
 def encode_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
     """Token ids of each prompt.
 
     Raises:
-        PromptError: a text without tokens, or a token outside of the vocabulary.
+        PromptError: a text without tokens or that is no Unicode, or a token outside of the vocabulary.
     """
-    encoded = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-    for number, token_ids in enumerate(encoded):
+    encoded = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            _check_text(f"prompt {number}", prompt)
+        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise PromptError(f"prompt {number} has no tokens")
         if max(token_ids) >= vocab_size:
-            raise PromptError(f"prompt {number} has the token {max(token_ids)}; the vocabulary has {vocab_size}")
+            largest = shown(max(token_ids))
+            raise PromptError(f"prompt {number} has the token {largest}; the vocabulary has {vocab_size}")
+        encoded.append(token_ids)
     return encoded

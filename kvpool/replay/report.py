@@ -141,12 +141,21 @@ def curve_table(points: Sequence[CurvePoint]) -> Table:
     return table
 
 
-def load_plotting() -> None:
-    """Raises PlotError now if plots can't be drawn, rather than after a long replay."""
+def check_plot(path: str | Path) -> None:
+    """Raises PlotError now if a plot can't be drawn, or not in the format that the suffix names, rather than after a
+    long replay."""
     try:
-        import matplotlib.figure  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError:
         raise PlotError("plots need matplotlib: pip install kvpool[plot]") from None
+    supported = Figure().canvas.get_supported_filetypes()
+    if _plot_format(path) not in supported:
+        raise PlotError(f"{path}: Format {_plot_format(path)!r} is not supported; choose from {', '.join(supported)}")
+
+
+def _plot_format(path: str | Path) -> str:
+    """A file without a suffix is a PNG: the name stays as it was given."""
+    return Path(path).suffix[1:].lower() or "png"
 
 
 def write_plot(report: Report, path: str | Path) -> None:
@@ -154,7 +163,7 @@ def write_plot(report: Report, path: str | Path) -> None:
 
     The timeline is the first implementation's. Raises PlotError.
     """
-    load_plotting()
+    check_plot(path)
     from matplotlib.figure import Figure
 
     num_panels = 3 if report.curve else 2
@@ -167,10 +176,10 @@ def write_plot(report: Report, path: str | Path) -> None:
     if report.curve:
         _plot_curve(axes[2], report.curve)
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format=_plot_format(path))
     except OSError as error:
         raise PlotError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: .pgf without TeX
         raise PlotError(f"{path}: {error}") from None
 
 

@@ -30,10 +30,14 @@ from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.replay.driver import Driver
 from kvpool.replay.drivers import LAYERS
 from kvpool.replay.trace import Trace, TraceRequest, block_hashes
+from kvpool.shown import shown
 
 DEFAULT_PREFILL_RATE = 20_000.0
 DEFAULT_TPOT_MS = 25.0
 MIN_NUM_BLOCKS = 2
+MIN_PREFILL_RATE = 1e-6
+MAX_TPOT_MS = 1e12
+"""With these, and the limits of a trace, no time is infinite."""
 
 _PROGRESS_INTERVAL = 32
 
@@ -55,15 +59,19 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         if self.num_blocks < MIN_NUM_BLOCKS:
-            raise InvalidArgumentError(f"a pool needs at least {MIN_NUM_BLOCKS} blocks, not {self.num_blocks}")
+            raise InvalidArgumentError(f"a pool needs at least {MIN_NUM_BLOCKS} blocks, not {shown(self.num_blocks)}")
         if self.block_size < 1:
-            raise InvalidArgumentError(f"block size must be at least 1, not {self.block_size}")
+            raise InvalidArgumentError(f"block size must be at least 1, not {shown(self.block_size)}")
         if not (math.isfinite(self.prefill_rate) and self.prefill_rate > 0):
             raise InvalidArgumentError(f"prefill rate must be finite and above 0, not {self.prefill_rate}")
+        if self.prefill_rate < MIN_PREFILL_RATE:
+            raise InvalidArgumentError(f"prefill rate must be at least {MIN_PREFILL_RATE}, not {self.prefill_rate}")
         if not (math.isfinite(self.tpot_ms) and self.tpot_ms >= 0):
             raise InvalidArgumentError(f"time per output token must be finite and not negative, not {self.tpot_ms}")
+        if self.tpot_ms > MAX_TPOT_MS:
+            raise InvalidArgumentError(f"time per output token must be at most {MAX_TPOT_MS:g} ms, not {self.tpot_ms}")
         if self.over not in LAYERS:
-            raise InvalidArgumentError(f"a replay runs over {' or '.join(LAYERS)}, not {self.over!r}")
+            raise InvalidArgumentError(f"a replay runs over {' or '.join(LAYERS)}, not {shown(self.over)}")
 
     @property
     def num_usable_blocks(self) -> int:

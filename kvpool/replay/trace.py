@@ -5,8 +5,8 @@ A trace is a text file with one JSON object a line (`.gz` and `.zst` are decompr
     timestamp         arrival, ms, >= 0
     input_length      prompt length, tokens, >= 1
     output_length     generated length, tokens, >= 0
-    hash_ids          one id per trace block (512 tokens unless told otherwise; the last may be partial); equal ids at
-                      equal positions mean an equal prefix
+    hash_ids          one id, any integer, per trace block (512 tokens unless told otherwise; the last may be partial);
+                      equal ids at equal positions mean an equal prefix
     prompt_token_ids  the prompt itself, in place of hash_ids; input_length may then be left out
 
 Other fields are ignored, blank lines are skipped. A bad line is a TraceError that names file, line and field, and
@@ -19,20 +19,19 @@ dropped after it, because those of a whole trace at block size 16 would take gig
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import math
-import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from kvpool.errors import KvpoolError
+from kvpool.errors import InvalidArgumentError, KvpoolError
+from kvpool.json_lines import ReadLimits, numbered_lines, parse_object, source_name, type_name
+from kvpool.shown import shown
 
 DEFAULT_TRACE_BLOCK_SIZE = 512
 """Tokens per entry of `hash_ids` in the Mooncake traces. The Qwen-Bailian traces have 16."""
@@ -40,10 +39,32 @@ DEFAULT_TRACE_BLOCK_SIZE = 512
 DIGEST_SIZE = 32
 """Bytes of a block hash."""
 
-_ID_LIMIT = 2**63
+MAX_REQUEST_TOKENS = 2**31 - 1
+"""Of prompt and output together, whatever the limit: counts of blocks and times stay exact."""
+
+MAX_TIMESTAMP_MS = 2.0**64
+"""Nanoseconds since 1970, taken for milliseconds, are below it."""
+
 _TOKEN_LIMIT = 2**31
-_READ_SIZE = 1 << 20
 _PROGRESS_INTERVAL = 1024
+
+
+@dataclass(frozen=True)
+class TraceLimits(ReadLimits):
+    """max_request_tokens: of one request, prompt and output together, at most MAX_REQUEST_TOKENS. The rest, and what
+    is raised: see ReadLimits."""
+
+    max_request_tokens: int = 1 << 24
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.max_request_tokens <= MAX_REQUEST_TOKENS:
+            raise InvalidArgumentError(
+                f"a limit of tokens is from 1 to {MAX_REQUEST_TOKENS}, not {shown(self.max_request_tokens)}"
+            )
+
+
+DEFAULT_TRACE_LIMITS = TraceLimits()
 
 
 class TraceError(KvpoolError, ValueError):
@@ -55,7 +76,8 @@ class TraceRequest:
     """One request of a trace. Exactly one of `hash_ids` and `prompt_token_ids` is not None.
 
     line: 1-based line in the file (1-based number of the request in a synthetic trace). timestamp_ms: arrival, ms.
-    input_length, output_length: tokens. hash_ids: int64, one per trace block. prompt_token_ids: int32, one per token.
+    input_length, output_length: tokens. hash_ids: one per trace block, int64, or uint64 or Python integers where that
+    is too small for one of them. prompt_token_ids: int32, one per token.
     """
 
     line: int
@@ -90,7 +112,7 @@ class Trace:
     def check_block_size(self, block_size: int) -> None:
         """Raises TraceError unless `block_size` (tokens) divides the trace's block size. Tokens fit any block size."""
         if block_size < 1:
-            raise TraceError(f"block size must be at least 1, not {block_size}")
+            raise TraceError(f"block size must be at least 1, not {shown(block_size)}")
         if self.trace_block_size % block_size and any(r.hash_ids is not None for r in self.requests):
             raise TraceError(f"block size {block_size} does not divide the trace block size {self.trace_block_size}")
 
@@ -100,39 +122,43 @@ class Trace:
 
 
 def read_trace(
-    path: str | Path,
+    source: str | Path | BinaryIO,
     trace_block_size: int = DEFAULT_TRACE_BLOCK_SIZE,
     limit: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    limits: TraceLimits = DEFAULT_TRACE_LIMITS,
 ) -> Trace:
-    """Reads and validates a trace file.
+    """Reads and validates a trace: a file, or a binary stream of plain text.
 
     limit: only the first `limit` requests in file order; what follows is not read. on_progress: called now and then
-    with the number of requests read. Raises TraceError (the whole file counts: nothing is half-read).
+    with the number of requests read. limits: what a line, a request and the whole may cost. Raises TraceError (the
+    whole file counts: nothing is half-read). O(bytes).
     """
     if trace_block_size < 1:
-        raise TraceError(f"trace block size must be at least 1, not {trace_block_size}")
+        raise TraceError(f"trace block size must be at least 1, not {shown(trace_block_size)}")
     if limit is not None and limit < 1:
-        raise TraceError(f"limit must be at least 1, not {limit}")
+        raise TraceError(f"limit must be at least 1, not {shown(limit)}")
+    name = source_name(source)
     requests: list[TraceRequest] = []
-    with closing(_numbered_lines(Path(path))) as lines:
+    with closing(numbered_lines(source, limits, TraceError)) as lines:
         for number, text in lines:
-            requests.append(_LineReader(str(path), number, trace_block_size).read(text))
+            requests.append(_LineReader(name, number, trace_block_size, limits.max_request_tokens).read(text))
             if on_progress is not None and len(requests) % _PROGRESS_INTERVAL == 0:
                 on_progress(len(requests))
             if len(requests) == limit:
                 break
     if not requests:
-        raise TraceError(f"{path}: the trace holds no requests")
+        raise TraceError(f"{name}: the trace holds no requests")
     requests.sort(key=lambda request: request.timestamp_ms)
-    return Trace(str(path), requests, trace_block_size)
+    return Trace(name, requests, trace_block_size)
 
 
 def block_hashes(request: TraceRequest, block_size: int, trace_block_size: int) -> list[bytes]:
     """The 32-byte hashes of the prompt's full blocks, in order.
 
     With `hash_ids` a hash is no digest but the name it would stand for: the trace id and the index of the block in the
-    prompt, as two little-endian 64-bit integers, zero padded. It is unique by construction and costs no hashing. With
+    prompt, as two little-endian 64-bit integers, zero padded. It is unique by construction and costs no hashing. Ids
+    beyond unsigned 64 bits stand for themselves by a digest, in the first 8 and the last 16 bytes. With
     `prompt_token_ids` it is sha256 over the parent's hash (32 zero bytes at the start) and the block's tokens as
     little-endian int32. O(blocks).
     """
@@ -146,10 +172,27 @@ def block_hashes(request: TraceRequest, block_size: int, trace_block_size: int) 
 
 def _named_hashes(hash_ids: np.ndarray, num_blocks: int, blocks_per_id: int) -> list[bytes]:
     names = np.zeros((num_blocks, 4), "<u8")
-    names[:, 0] = np.repeat(hash_ids, blocks_per_id)[:num_blocks]
+    used_ids = hash_ids[: -(-num_blocks // blocks_per_id)]
+    for column, words in _id_words(used_ids).items():
+        names[:, column] = np.repeat(words, min(blocks_per_id, num_blocks))[:num_blocks]
     names[:, 1] = np.arange(num_blocks)
     packed = names.tobytes()
     return [packed[start : start + DIGEST_SIZE] for start in range(0, len(packed), DIGEST_SIZE)]
+
+
+def _id_words(hash_ids: np.ndarray) -> dict[int, np.ndarray]:
+    """The words of a name that stand for its id: the first is the id itself, or three are a digest of it."""
+    if hash_ids.dtype != object:
+        return {0: hash_ids}
+    words = np.zeros((3, len(hash_ids)), "<u8")
+    for place, hash_id in enumerate(hash_ids.tolist()):
+        if 0 <= hash_id < 2**64:
+            words[0, place] = hash_id
+            continue
+        packed = hash_id.to_bytes((hash_id.bit_length() + 8) // 8, "little", signed=True)
+        words[:, place] = np.frombuffer(hashlib.sha256(packed).digest(), "<u8", 3)
+        words[2, place] |= np.uint64(1)  # so that no digest can be taken for an id that stands for itself
+    return dict(zip((0, 2, 3), words))
 
 
 def _chained_hashes(token_ids: np.ndarray, num_blocks: int, block_size: int) -> list[bytes]:
@@ -166,46 +209,36 @@ def _chained_hashes(token_ids: np.ndarray, num_blocks: int, block_size: int) -> 
 class _LineReader:
     """Turns one line into a TraceRequest; every failure names file, line and, where there is one, field."""
 
-    def __init__(self, path: str, number: int, trace_block_size: int) -> None:
+    def __init__(self, path: str, number: int, trace_block_size: int, max_tokens: int) -> None:
         self._place = f"{path}:{number}"
         self._number = number
         self._trace_block_size = trace_block_size
+        self._max_tokens = max_tokens
         self._fields: dict[str, Any] = {}
 
     def read(self, text: bytes) -> TraceRequest:
-        self._fields = self._parse(text)
+        self._fields = parse_object(text, self._place, TraceError)
         timestamp_ms = self._read_timestamp()
         has_tokens = "prompt_token_ids" in self._fields
         if has_tokens and "hash_ids" in self._fields:
             self._fail("prompt_token_ids", "given together with 'hash_ids'; a request has one of the two")
         if has_tokens:
-            tokens = self._read_integers("prompt_token_ids", _TOKEN_LIMIT, np.int32)
+            tokens = self._read_tokens()
             input_length = len(tokens)
             if input_length == 0:
                 self._fail("prompt_token_ids", "must hold at least one token")
             if "input_length" in self._fields:
                 self._check_input_length(self._read_length("input_length", minimum=1), input_length)
-            output_length = self._read_length("output_length", minimum=0)
+            output_length = self._read_output_length(input_length)
             return TraceRequest(self._number, timestamp_ms, input_length, output_length, prompt_token_ids=tokens)
         input_length = self._read_length("input_length", minimum=1)
-        output_length = self._read_length("output_length", minimum=0)
-        hash_ids = self._read_integers("hash_ids", _ID_LIMIT, np.int64)
+        output_length = self._read_output_length(input_length)
+        hash_ids = self._read_hash_ids()
         self._check_num_hash_ids(len(hash_ids), input_length)
         return TraceRequest(self._number, timestamp_ms, input_length, output_length, hash_ids=hash_ids)
 
     def _fail(self, field: str, reason: str) -> NoReturn:
         raise TraceError(f"{self._place}: field {field!r}: {reason}")
-
-    def _parse(self, text: bytes) -> dict[str, Any]:
-        try:
-            fields = json.loads(text.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise TraceError(f"{self._place}: not UTF-8 text (byte {error.start} of the line)") from None
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{self._place}: not valid JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise TraceError(f"{self._place}: must be a JSON object, not {_type_name(fields)}")
-        return fields
 
     def _get(self, field: str) -> Any:
         if field not in self._fields:
@@ -215,33 +248,59 @@ class _LineReader:
     def _read_timestamp(self) -> float:
         value = self._get("timestamp")
         if type(value) not in (int, float):
-            self._fail("timestamp", f"must be a number of milliseconds, not {_type_name(value)}")
+            self._fail("timestamp", f"must be a number of milliseconds, not {type_name(value)}")
         try:
             timestamp_ms = float(value)
         except OverflowError:
             timestamp_ms = math.inf
         if not math.isfinite(timestamp_ms) or timestamp_ms < 0:
             self._fail("timestamp", f"must be finite and not negative, not {timestamp_ms}")
+        if timestamp_ms > MAX_TIMESTAMP_MS:
+            self._fail("timestamp", f"must be at most {MAX_TIMESTAMP_MS:.0f} ms, not {timestamp_ms}")
         return timestamp_ms
 
     def _read_length(self, field: str, minimum: int) -> int:
         value = self._get(field)
         if type(value) is not int:
-            self._fail(field, f"must be a whole number of tokens, not {_type_name(value)}")
+            self._fail(field, f"must be a whole number of tokens, not {type_name(value)}")
         if value < minimum:
-            self._fail(field, f"must be at least {minimum}, not {value}")
+            self._fail(field, f"must be at least {minimum}, not {shown(value)}")
+        if value > self._max_tokens:
+            self._fail(field, f"{shown(value)} is more than {self._limit()}")
         return value
 
-    def _read_integers(self, field: str, limit: int, dtype: type[np.signedinteger]) -> np.ndarray:
+    def _read_output_length(self, input_length: int) -> int:
+        output_length = self._read_length("output_length", minimum=0)
+        if input_length + output_length > self._max_tokens:
+            self._fail("output_length", f"{output_length} and a prompt of {input_length} are more than {self._limit()}")
+        return output_length
+
+    def _limit(self) -> str:
+        return f"{self._max_tokens} tokens of a request (--max-request-tokens raises the limit)"
+
+    def _read_integers(self, field: str) -> list[int]:
         values = self._get(field)
         if not isinstance(values, list):
-            self._fail(field, f"must be a list of integers, not {_type_name(values)}")
-        for index, value in enumerate(values):
-            if type(value) is not int:
-                self._fail(field, f"entry {index} must be an integer, not {_type_name(value)}")
-            if not 0 <= value < limit:
-                self._fail(field, f"entry {index} must be from 0 to {limit - 1}, not {value}")
-        return np.array(values, dtype=dtype)
+            self._fail(field, f"must be a list of integers, not {type_name(values)}")
+        if not set(map(type, values)) <= {int}:
+            index = next(index for index, value in enumerate(values) if type(value) is not int)
+            self._fail(field, f"entry {index} must be an integer, not {type_name(values[index])}")
+        return values
+
+    def _read_tokens(self) -> np.ndarray:
+        tokens = self._read_integers("prompt_token_ids")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < _TOKEN_LIMIT:
+            index = next(index for index, token in enumerate(tokens) if not 0 <= token < _TOKEN_LIMIT)
+            reason = f"entry {index} must be from 0 to {_TOKEN_LIMIT - 1}, not {shown(tokens[index])}"
+            self._fail("prompt_token_ids", reason)
+        return np.array(tokens, np.int32)
+
+    def _read_hash_ids(self) -> np.ndarray:
+        ids = self._read_integers("hash_ids")
+        if not ids or 0 <= min(ids) <= max(ids) < 2**63:
+            return np.array(ids, np.int64)
+        is_unsigned = 0 <= min(ids) <= max(ids) < 2**64
+        return np.array(ids, np.uint64 if is_unsigned else object)
 
     def _check_input_length(self, given: int, num_tokens: int) -> None:
         if given != num_tokens:
@@ -255,59 +314,3 @@ class _LineReader:
                 f"holds {num_hash_ids} ids, but 'input_length' {input_length} at {self._trace_block_size} tokens"
                 f" per id takes {expected}",
             )
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
-
-
-def _numbered_lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
-    """The lines that are not blank, with their 1-based numbers."""
-    try:
-        pieces = _zstd_pieces(path) if path.suffix == ".zst" else _plain_or_gzip_pieces(path)
-        for number, line in enumerate(_split_lines(pieces), start=1):
-            if line.strip():
-                yield number, line
-    except gzip.BadGzipFile as error:
-        raise TraceError(f"{path}: bad gzip data: {error}") from None
-    except (EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: bad or truncated gzip data: {error}") from None
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
-
-
-def _split_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for piece in pieces:
-        lines = (rest + piece).split(b"\n")
-        rest = lines.pop()
-        yield from lines
-    yield rest
-
-
-def _plain_or_gzip_pieces(path: Path) -> Iterator[bytes]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        while piece := file.read(_READ_SIZE):
-            yield piece
-
-
-def _zstd_pieces(path: Path) -> Iterator[bytes]:
-    """Decompressed data of one or several frames; a frame cut short is an error, which a stream reader would hide."""
-    try:
-        import zstandard
-    except ImportError:
-        raise TraceError(f"{path}: reading .zst needs the zstandard package: pip install zstandard") from None
-    frame = None
-    with path.open("rb") as file:
-        while data := file.read(_READ_SIZE):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(data)
-                except zstandard.ZstdError as error:
-                    raise TraceError(f"{path}: bad zstd data: {error}") from None
-                data = b""
-                if frame.eof:
-                    data, frame = frame.unused_data, None
-    if frame is not None:
-        raise TraceError(f"{path}: truncated zstd data")
