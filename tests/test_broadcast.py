@@ -452,7 +452,7 @@ def test_a_late_rank_is_named_and_its_old_answer_is_not_taken_for_the_next(
     def be_late(output: SchedulerOutput) -> dict[str, list[int]]:
         if output.step == 1:
             assert release.wait(TIMEOUT)
-        return {"r": [100 + output.step]}
+        return {"r": [40 + output.step]}
 
     broadcaster = bind(2, timeout_seconds=SHORT)
     ThreadWorker(address, 0, 2, be_late)
@@ -463,8 +463,8 @@ def test_a_late_rank_is_named_and_its_old_answer_is_not_taken_for_the_next(
     assert raised.value.ranks == [0] and not isinstance(raised.value, WorkerLostError)
     broadcaster.timeout_seconds = TIMEOUT
     release.set()
-    assert broadcaster.execute(make_step(2)).tokens == {"r": [102]}
-    assert broadcaster.execute(make_step(1)).tokens == {"r": [101]}  # another scheduler, which counts from 1 again
+    assert broadcaster.execute(make_step(2)).tokens == {"r": [42]}
+    assert broadcaster.execute(make_step(1)).tokens == {"r": [41]}  # another scheduler, which counts from 1 again
 
 
 def test_a_lost_rank_is_named_before_the_time_is_over(
@@ -669,21 +669,46 @@ def test_a_scheduler_that_sends_what_is_no_message(address: str) -> None:
     raw.close()
 
 
-def test_messages_have_a_largest_size(
+def test_steps_have_a_largest_size(
     address: str, bind: Callable[..., Broadcaster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (link, broadcast, connection):
-        monkeypatch.setattr(module, "MAX_MESSAGE_BYTES", 2000)
+    monkeypatch.setattr(broadcast, "MAX_MESSAGE_BYTES", 2000)
     broadcaster = bind(1)
-    ThreadWorker(address, 0, 1, lambda output: {"r": [2**31] * (1000 if output.step == 2 else 10)})
+    worker = ThreadWorker(address, 0)
     broadcaster.wait_for_workers()
     with pytest.raises(InvalidArgumentError, match=r"step 1 is a message of \d+ bytes; 2000 is the most"):
         broadcaster.execute(make_step(1, [1], ("r",) * 200))
-    raw = raw_socket(address)
-    raw.send(bytes(3000))
-    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [2**31] * 10}
-    with pytest.raises(WorkerError, match=r"rank 0 failed: .* an answer of .* 2000 is the most"):
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
+    assert len(worker.seen) == 1
+
+
+def test_steps_and_answers_of_many_frames(address: str, bind: Callable[..., Broadcaster]) -> None:
+    broadcaster = bind(2)
+    workers = [
+        ThreadWorker(address, rank, 2, lambda output: StepResult({}, {"r": "x" * output.step})) for rank in range(2)
+    ]
+    broadcaster.wait_for_workers()
+    for size in (2**16 - 40, 2**16, 3 * 2**16 + 7):
+        step = make_step(size, list(range(size)))
+        assert broadcaster.execute(step).errors == {"r": "x" * size}
+    assert workers[0].seen == workers[1].seen and workers[0].seen[-1] == step
+
+
+def test_answers_have_a_largest_size(address: str, bind: Callable[..., Broadcaster]) -> None:
+    """That of the requests that may be answered, whatever the worker says or sends."""
+    broadcaster = bind(1)
+    ThreadWorker(address, 0, 1, lambda output: StepResult({}, {"r": "x" * (200_000 if output.step == 2 else 70_000)}))
+    broadcaster.wait_for_workers()
+    assert len(broadcaster.execute(make_step(1, [1])).errors["r"]) == 70_000
+    with pytest.raises(WorkerError, match=r"rank 0 failed: .* an answer of 200\d+ bytes; \d+ is the most"):
         broadcaster.execute(make_step(2))
+    other = bind(1, "tcp://127.0.0.1:*")
+    raw = raw_socket(other.address)
+    raw.send(msgspec.msgpack.encode(make_info(0, 1)))
+    other.wait_for_workers()
+    raw.send_multipart([bytes(2**16)] * 17)
+    with pytest.raises(WorkerError, match=r"rank 0 sent what is no answer: 1114112 bytes, of 1048576 at most"):
+        other.execute(make_step(1, [1]))
     raw.close()
 
 

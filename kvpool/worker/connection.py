@@ -18,9 +18,9 @@ import msgspec
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.scheduler.output import SchedulerOutput, StepResult
-from kvpool.worker.link import RECONNECT_SECONDS, Deadline, Link, LinkChange
+from kvpool.worker.link import RECONNECT_SECONDS, Deadline, Keys, Link, LinkChange
 from kvpool.worker.messages import (
-    MAX_MESSAGE_BYTES,
+    MalformedMessageError,
     Refusal,
     Shutdown,
     StepAnswer,
@@ -30,6 +30,8 @@ from kvpool.worker.messages import (
     WorkerFailure,
     WorkerInfo,
     WorkerReturn,
+    decode,
+    max_answer_bytes,
 )
 from kvpool.worker.table_digests import TableDigests
 from kvpool.worker.worker_errors import SchedulerLostError, WorkerRefusedError
@@ -37,6 +39,7 @@ from kvpool.worker.worker_errors import SchedulerLostError, WorkerRefusedError
 logger = logging.getLogger("kvpool")
 
 _POLL_SECONDS = 0.5
+_TOLD_CHARACTERS, _TRACEBACK_CHARACTERS = 10_000, 100_000  # of the exception that ends a worker
 _IDENTITY_BYTES = 8
 
 Execute = Callable[[SchedulerOutput], StepResult]
@@ -50,13 +53,16 @@ class WorkerConnection:
         address: of the scheduler, which may be started later.
         rank: of this worker.
         timeout_seconds: how long ``say_hello`` waits for the scheduler and the other ranks.
+        keys, insecure: see ``Link``. The folder has this worker's secret key and the scheduler's public one.
 
     Raises:
-        InvalidArgumentError: no such address.
+        InvalidArgumentError: no such address, one that needs keys and has none, or bad keys.
         ImportError: pyzmq is not installed.
     """
 
-    def __init__(self, address: str, rank: int, *, timeout_seconds: float = 60.0) -> None:
+    def __init__(
+        self, address: str, rank: int, *, timeout_seconds: float = 60.0, keys: Keys = None, insecure: bool = False
+    ) -> None:
         self.address = address
         self.rank = rank
         self.timeout_seconds = timeout_seconds
@@ -66,11 +72,13 @@ class WorkerConnection:
         self._is_welcome = False
         self._sequence = 0
         self._last_answer = b""
+        self._message_bytes = 0  # of the message received last
         self._is_connected = False
+        self._has_failed_handshake = False
         self._lost: Deadline | None = None
         # Kept over interruptions, so that the scheduler knows the worker again; no two processes have the same.
         identity = f"{rank}-{secrets.token_hex(_IDENTITY_BYTES)}".encode()
-        self._link = Link(address, is_scheduler=False, identity=identity)
+        self._link = Link(address, is_scheduler=False, identity=identity, keys=keys, insecure=insecure)
 
     def say_hello(self, info: WorkerInfo) -> None:
         """Reports to the scheduler, and waits until all ranks are there and agree.
@@ -94,10 +102,19 @@ class WorkerConnection:
             if message is not None:
                 raise SchedulerLostError(f"the scheduler at {self.address} ended before it had all its workers")
             if deadline.is_over:
-                what = "has not got all its workers" if self._is_connected else "can't be reached"
                 raise SchedulerLostError(
-                    f"the scheduler at {self.address} {what} within {self.timeout_seconds:g} s (rank {self.rank})"
+                    f"the scheduler at {self.address} {self._explain()} within {self.timeout_seconds:g} s"
+                    f" (rank {self.rank})"
                 )
+
+    def _explain(self) -> str:
+        if self._is_connected:
+            return "has not got all its workers"
+        if self._link.has_keys and self._has_failed_handshake:
+            return "can't be reached (something is there, but not with these keys: compare those of both sides)"
+        if self._has_failed_handshake:
+            return "can't be reached (something is there that this worker, without keys, can't talk to)"
+        return "can't be reached"
 
     def serve(self, execute: Execute, digest_blocks: DigestBlocks | None = None) -> None:
         """Executes steps and answers them until the scheduler ends it.
@@ -135,8 +152,9 @@ class WorkerConnection:
             digests = list(digest_blocks(message.output))
             told = (result.tokens, result.errors) if self.rank == 0 else ()
             answer = self._encoder.encode(StepAnswer(message.sequence, digests, *told))
-            if len(answer) > MAX_MESSAGE_BYTES:
-                raise InvalidArgumentError(f"an answer of {len(answer)} bytes; {MAX_MESSAGE_BYTES} is the most")
+            limit = max_answer_bytes(self._info.max_num_seqs if self._info else 0, self._message_bytes)
+            if len(answer) > limit:
+                raise InvalidArgumentError(f"an answer of {len(answer)} bytes; {limit} is the most")
             return answer
         except BaseException as error:
             self.report_failure(error)
@@ -144,8 +162,9 @@ class WorkerConnection:
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the scheduler that this worker ends by an exception; ``serve`` does so if ``execute`` raises one."""
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        failure = WorkerFailure(self.rank, text, "".join(traceback.format_exception(error)))
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:_TOLD_CHARACTERS]
+        told = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+        failure = WorkerFailure(self.rank, text, told)
         self._link.send(self._encoder.encode(failure))
 
     def _receive(self, seconds: float) -> ToWorker | None:
@@ -154,12 +173,14 @@ class WorkerConnection:
         if frames is None:
             self._watch()
             return None
-        payload = frames[-1]
+        self._link.taken()
+        self._message_bytes = sum(map(len, frames))
+        payload = frames[0] if len(frames) == 1 else b"".join(frames)
         if not payload:
             return None
         try:
-            message = self._decoder.decode(payload)
-        except msgspec.MsgspecError as error:
+            message = decode(self._decoder, payload)
+        except MalformedMessageError as error:
             raise SchedulerLostError(f"what the scheduler at {self.address} sent is no message: {error}") from None
         if isinstance(message, Refusal):
             raise WorkerRefusedError(f"the scheduler at {self.address} refused rank {self.rank}: {message.reason}")
@@ -168,6 +189,9 @@ class WorkerConnection:
     def _watch(self) -> None:
         """Reports on each new connection; ends the worker when there is none for too long."""
         for change in self._link.take_changes():
+            if change is LinkChange.HANDSHAKE_FAILED:
+                self._has_failed_handshake = True
+                continue
             self._is_connected = change is LinkChange.UP
             if not self._is_connected:
                 self._lost = Deadline(RECONNECT_SECONDS)

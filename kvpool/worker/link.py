@@ -1,56 +1,98 @@
-"""A ZeroMQ socket with a watch on its connections: what a scheduler and its workers talk through.
+"""A ZeroMQ socket as a scheduler and its workers talk through: messages of bytes, and what happens to connections.
 
-Addresses are ``ipc://PATH`` on one machine and ``tcp://HOST:PORT`` between machines. There is no authentication and no
-encryption: bind only where everybody who can connect is trusted, the loopback interface or a network of the cluster's
-own. Messages are decoded by schema and bounded in size, so a stranger can refuse or disturb service, but not run code.
+Addresses are ``ipc://PATH`` on one machine and ``tcp://HOST:PORT`` between machines. Who may connect is settled by the
+file system for the first, and by CURVE keys for the second (``kvpool.curve``); without keys TCP is for the loopback
+interface, unless the caller says that everybody who can connect is trusted.
+
+What strangers send is bounded before it is understood: a message goes over the wire in frames of ``FRAME_BYTES`` at
+most, ZeroMQ drops a connection with a larger one, and queues few messages of each. Messages are decoded by schema, so
+that nothing in them is run.
+
+Calls may be interrupted anywhere, as by Ctrl-C: a message that was sent in part is ended so that the peer drops it, and
+one that was received in part, or not yet ``taken``, comes with the next call.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kvpool.curve import HANDSHAKE_SECONDS, ClientGate, CurveKeys, find_keys_folder, is_tcp, require_protection
 from kvpool.errors import InvalidArgumentError
 from kvpool.event_endpoints import bind
-from kvpool.worker.messages import MAX_MESSAGE_BYTES
 
 RECONNECT_SECONDS = 3.0
 """A peer without a connection for so long is lost."""
 
+FRAME_BYTES = 2**16
+"""A peer that sends a larger frame is disconnected."""
+
+Keys = CurveKeys | str | os.PathLike[str] | None
+"""Keys, a folder of them, or None for the folder that ``KVPOOL_CURVE_KEYS`` names, if it does."""
+
+_CURVE_BYTES = 256  # more than CURVE and ZMTP add to a frame
+_MAX_UNREAD_MESSAGES = 32  # of each peer; ZeroMQ stops reading from it
 _HEARTBEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 30.0  # without a heartbeat: the other machine is gone, though nothing closed the connection
 _LINGER_SECONDS = 1.0  # at most: the last word to a peer has to leave, a dead peer must not hold up a close
 _MS_PER_SECOND = 1000
 _IPC, _TCP = "ipc://", "tcp://"
+_ABANDONED = b"\xc1abandoned"  # the last frame of a message that was sent in part; 0xc1 is nothing in msgpack
 
 
 class LinkChange(Enum):
-    """What happened to a connection."""
+    """What happened to the connection of a worker."""
 
     UP = "up"
     DOWN = "down"
+    HANDSHAKE_FAILED = "handshake failed"
 
 
 class Link:
     """One socket in a context of its own, so that closing it leaves nothing behind. For one thread.
 
+    Args:
+        address: to bind for a scheduler, to connect to for a worker.
+        identity: of a worker, by which the scheduler knows it again on a new connection.
+        keys: for TCP.
+        insecure: do without keys on addresses that other machines reach, which is refused otherwise.
+
     Attributes:
         address: as others reach it; where the system chose the port, with that port.
+        has_keys: whether connections are protected by CURVE.
+
+    Raises:
+        InvalidArgumentError: no such address, in use, one that needs keys and has none, or bad keys.
+        ImportError: pyzmq is not installed, or has no CURVE where there are keys.
     """
 
-    def __init__(self, address: str, *, is_scheduler: bool, identity: bytes | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        is_scheduler: bool,
+        identity: bytes | None = None,
+        keys: Keys = None,
+        insecure: bool = False,
+    ) -> None:
         self._zmq = _import_zmq()
         check_address(address, may_be_wildcard=is_scheduler)
+        curve_keys = _load_keys(address, keys, insecure, is_scheduler)
+        self.has_keys = curve_keys is not None
         self._context = self._zmq.Context()
         self._socket: Any = None
         self._monitor: Any = None
+        self._gate: ClientGate | None = None
         self._bound_path: Path | None = None
-        self._has_changes = False
+        self._is_sending = False
+        self._received: list[bytes] = []
         try:
-            self._open(address, is_scheduler, identity)
+            self._open(address, is_scheduler, identity, curve_keys)
         except self._zmq.ZMQError as error:
             self.close()
             verb = "bind" if is_scheduler else "connect to"
@@ -59,39 +101,78 @@ class Link:
             self.close()
             raise
 
-    def _open(self, address: str, is_scheduler: bool, identity: bytes | None) -> None:
+    def _open(self, address: str, is_scheduler: bool, identity: bytes | None, keys: CurveKeys | None) -> None:
         zmq = self._zmq
         self._socket = opened = self._context.socket(zmq.ROUTER if is_scheduler else zmq.DEALER)
         opened.linger = int(_LINGER_SECONDS * _MS_PER_SECOND)
-        opened.maxmsgsize = MAX_MESSAGE_BYTES
+        opened.maxmsgsize = FRAME_BYTES + _CURVE_BYTES
+        opened.rcvhwm = _MAX_UNREAD_MESSAGES
+        opened.handshake_ivl = int(HANDSHAKE_SECONDS * _MS_PER_SECOND)
         opened.heartbeat_ivl = int(_HEARTBEAT_SECONDS * _MS_PER_SECOND)
         opened.heartbeat_timeout = int(_SILENCE_SECONDS * _MS_PER_SECOND)
         opened.reconnect_ivl_max = int(RECONNECT_SECONDS * _MS_PER_SECOND) // 4
-        self._monitor = opened.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._monitor.linger = 0
         self._poller = zmq.Poller()
         self._poller.register(opened, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
         if is_scheduler:
             # Without the first, what can't be delivered is dropped in silence; the second lets a worker come back.
             opened.router_mandatory = True
             opened.router_handover = True
+            if keys is not None:
+                self._gate = ClientGate(self._context, keys)
+                self._gate.protect(opened)
             self.address = bind(opened, _with_number(address))
             if address.startswith(_IPC):
                 self._bound_path = Path(address[len(_IPC) :]).absolute()
         else:
+            self._watch_connection()
             opened.identity = identity
+            if keys is not None:
+                keys.protect_client(opened)
             if address.startswith("tcp://["):
                 opened.ipv6 = True
             opened.connect(address)
             self.address = address
 
+    def _watch_connection(self) -> None:
+        """A worker has one connection at a time, and tries no faster than ``reconnect_ivl``: few changes. (A scheduler
+        asks for the connection of a rank by ``send``: strangers would fill a monitor, and ZeroMQ then waits.)"""
+        zmq, address = self._zmq, f"inproc://kvpool-link-{id(self)}"
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | failures | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        self._socket.monitor(address, events)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.rcvhwm = 0  # during a step nobody reads it
+        self._monitor.connect(address)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
     @property
     def is_closed(self) -> bool:
         return bool(self._context.closed)
 
-    def send(self, *frames: bytes) -> bool:
-        """Queues a message. Whether there is a connection for it; always true for a worker, whose message waits."""
+    @property
+    def num_refused_keys(self) -> int:
+        """Connections so far with a key that is not admitted. Who has none, or does not know the scheduler's, comes not
+        so far."""
+        return 0 if self._gate is None else self._gate.num_refused
+
+    def send(self, payload: bytes, identity: bytes | None = None) -> bool:
+        """Queues a message. Whether there is a connection for it; always true for a worker, whose message waits.
+
+        Args:
+            identity: of the worker that gets it; None for the scheduler.
+        """
+        if self._is_sending:
+            self._end_abandoned()
+        frames = [payload[start : start + FRAME_BYTES] for start in range(0, len(payload), FRAME_BYTES)] or [b""]
+        if identity is not None:
+            frames.insert(0, identity)
+        self._is_sending = True
+        is_sent = self._try_to_send(frames)
+        self._is_sending = False
+        return is_sent
+
+    def _try_to_send(self, frames: list[bytes]) -> bool:
         try:
             self._socket.send_multipart(frames, self._zmq.NOBLOCK)
         except self._zmq.ZMQError as error:
@@ -100,26 +181,43 @@ class Link:
             raise
         return True
 
+    def _end_abandoned(self) -> None:
+        """Where nothing is to be ended, a scheduler knows nobody of this name, and workers drop the message."""
+        self._try_to_send([_ABANDONED])
+        self._is_sending = False
+
     def receive(self, seconds: float) -> list[bytes] | None:
-        """The frames of the next message; None if there is none in this time, or a connection changed first."""
-        ready = dict(self._poller.poll(max(0, int(seconds * _MS_PER_SECOND))))
-        self._has_changes = self._has_changes or self._monitor in ready
-        if self._socket in ready:
-            frames: list[bytes] = self._socket.recv_multipart()
-            return frames
-        return None
+        """The frames of the next message, or of the last one once more unless it was ``taken``; None if there is none
+        in this time, or a connection changed first. A scheduler gets the worker's identity as the first frame.
+        """
+        received, zmq = self._received, self._zmq
+        if not received:
+            ready = dict(self._poller.poll(max(0, int(seconds * _MS_PER_SECOND))))
+            if self._socket not in ready:
+                return None
+        # By map and not in a loop of its own: between the call and the list nothing can come and lose a frame.
+        while not received or self._socket.rcvmore:
+            try:
+                received.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
+            except zmq.Again:  # the peer is gone that had sent it
+                return None
+        if received[-1] == _ABANDONED:
+            self.taken()
+            return None
+        return received
+
+    def taken(self) -> None:
+        """The message that ``receive`` returned last has been dealt with."""
+        self._received = []
 
     def take_changes(self) -> list[LinkChange]:
-        """What happened to connections between the last two calls of ``receive``, oldest first."""
-        if not self._has_changes:
-            return []
-        from zmq.utils.monitor import recv_monitor_message
-
-        self._has_changes = False
+        """What happened to a worker's connection since the last call, oldest first."""
+        zmq = self._zmq
+        kinds = {zmq.EVENT_HANDSHAKE_SUCCEEDED: LinkChange.UP, zmq.EVENT_DISCONNECTED: LinkChange.DOWN}
         changes = []
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            changes.append(LinkChange.UP if event == self._zmq.EVENT_HANDSHAKE_SUCCEEDED else LinkChange.DOWN)
+            event = int.from_bytes(self._monitor.recv_multipart()[0][:2], sys.byteorder)
+            changes.append(kinds.get(event, LinkChange.HANDSHAKE_FAILED))
         return changes
 
     def close(self) -> None:
@@ -131,9 +229,22 @@ class Link:
                 self._socket.disable_monitor()
                 self._monitor.close()
             self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         if self._bound_path is not None:
             self._bound_path.unlink(missing_ok=True)
+
+
+def _load_keys(address: str, keys: Keys, insecure: bool, is_scheduler: bool) -> CurveKeys | None:
+    if not isinstance(keys, CurveKeys):
+        keys = find_keys_folder(keys)
+    require_protection(address, keys, insecure)
+    if keys is None or not is_tcp(address):
+        return None
+    if isinstance(keys, CurveKeys):
+        return keys
+    return CurveKeys.load_server(keys) if is_scheduler else CurveKeys.load_client(keys)
 
 
 class Deadline:

@@ -9,16 +9,24 @@ message of no bytes means nothing: it is sent to find out whether there is a con
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from kvpool._version import __version__
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.kv_cache_spec import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from kvpool.scheduler.output import SchedulerOutput
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""A peer that sends a larger one is disconnected."""
+"""Of a step."""
+
+MAX_REPORT_BYTES = 2**20
+"""Of what a worker says of itself, and of the failure that ends it."""
+
+_BYTES_PER_ANSWER = 2**16
+_BYTES_PER_REQUEST = 2**11  # of its tokens, or its error, and its digest; without its id
+_MAX_NUMBER = 2**31 - 1
 
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):
@@ -178,8 +186,53 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """The worker has to end."""
 
 
+class MalformedMessageError(KvpoolError, ValueError):
+    """What came is no message."""
+
+
+Message = TypeVar("Message")
+
 FromWorker = WorkerInfo | WorkerReturn | StepAnswer | WorkerFailure
 ToWorker = Welcome | Refusal | StepMessage | Shutdown
+
+
+def decode(decoder: msgspec.msgpack.Decoder[Message], payload: bytes) -> Message:
+    """What was sent.
+
+    Raises:
+        MalformedMessageError: it is no message, whatever it is.
+    """
+    try:
+        return decoder.decode(payload)
+    # Recursion by nesting, memory by a length that is claimed.
+    except (msgspec.MsgspecError, RecursionError, MemoryError, ValueError) as error:
+        raise MalformedMessageError(str(error)[:200]) from None
+
+
+def max_answer_bytes(max_num_seqs: int, step_bytes: int) -> int:
+    """The largest answer to a step that makes sense: the ids of the step's requests come back with it.
+
+    Args:
+        max_num_seqs: requests at a time.
+        step_bytes: of the step's message.
+    """
+    return _BYTES_PER_ANSWER + max_num_seqs * _BYTES_PER_REQUEST + step_bytes
+
+
+def find_faults(info: WorkerInfo) -> list[str]:
+    """What can't be true of a report, whoever sent it; empty if it makes sense."""
+    sizes = ("num_blocks", "block_size", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    faults = [
+        f"{name} is {getattr(info, name)}"
+        for name in sizes
+        if not (2 if name == "num_blocks" else 1) <= getattr(info, name) <= _MAX_NUMBER
+    ]
+    try:
+        for group in info.kv_cache_groups:
+            group.to_spec()
+    except KvpoolError as error:
+        faults.append(f"kv_cache_groups: {error}")
+    return faults
 
 
 def find_disagreements(infos: Sequence[WorkerInfo]) -> list[str]:
