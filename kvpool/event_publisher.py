@@ -132,7 +132,8 @@ class ZmqEventPublisher(EventPublisher):
         insecure: do without keys on addresses that other machines can reach, which is refused otherwise. SECURITY.md
             tells what everybody learns who can connect.
         max_peers: connections that each socket accepts.
-        max_buffered_bytes: bytes of the batches remembered, and of those that wait for one slow subscriber.
+        max_buffered_bytes: bytes of the batches remembered; and of those that wait for one slow subscriber, which is
+            cut beyond (TCP on Linux; elsewhere only ``hwm`` counts).
 
     Attributes:
         endpoint, replay_endpoint: in use, with rank and the port that the system chose, where it was asked to.

@@ -31,7 +31,7 @@ STALL_SECONDS = 10.0
 
 _TURN_SECONDS = 0.002
 _REST_PER_WORK = 3  # so a quarter of the time
-_RETRY_SECONDS = 0.01  # when all clients have to fetch first
+_RETRY_SECONDS = 0.002  # when all clients have to fetch first
 _MESSAGES_PER_PIECE = 32
 _REQUESTS_PER_TURN = 64
 _MS_PER_SECOND = 1000
@@ -123,7 +123,7 @@ class ReplayServer:
                 self._clients[identity] = client
             if time.thread_time() - start > _TURN_SECONDS:
                 break
-        rest = _REST_PER_WORK * (time.thread_time() - start) if has_worked else _RETRY_SECONDS
+        rest = max(_REST_PER_WORK * (time.thread_time() - start), 0.0 if has_worked else _RETRY_SECONDS)
         self._rests_until = time.monotonic() + rest if has_worked or self._clients else 0.0
 
     def _read_requests(self) -> int:

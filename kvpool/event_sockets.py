@@ -28,11 +28,15 @@ MAX_REQUEST_BYTES = 1024
 """The largest frame that either socket takes: a subscription to a topic of less than that, a replay request."""
 
 _MAX_UNREAD_MESSAGES = 16  # of one peer; TCP holds back the others
-_REPLAY_HWM = 1000
+_REPLAY_HWM = 128  # what one client is ahead of what it fetches
 _KEEPALIVE_IDLE_SECONDS = 60
 _KEEPALIVE_INTERVAL_SECONDS = 10
 _KEEPALIVE_PROBES = 3
 _MS_PER_SECOND = 1000
+
+_LONG_FRAME_BYTES = 256  # from there on, a frame has the longer header
+_SHORT_HEADER_BYTES, _LONG_HEADER_BYTES = 2, 9
+_CURVE_FRAME_BYTES = 33
 
 
 class EventSockets:
@@ -45,7 +49,8 @@ class EventSockets:
         topic: first frame of each message.
         hwm: messages kept for a slow subscriber, 0 for no bound.
         num_remembered: batches remembered for replays.
-        max_buffered_bytes: of the batches remembered; and of those kept for one slow subscriber, unless ``hwm`` is 0.
+        max_buffered_bytes: of the batches remembered; and of those that wait for one subscriber over TCP, which is cut
+            beyond.
         max_peers: connections of each socket that binds.
         keys: folder of CURVE keys for TCP; None for none.
         insecure: whether to do without on addresses that other machines reach.
@@ -53,7 +58,6 @@ class EventSockets:
     Attributes:
         endpoint, replay_endpoint: in use, with rank and the port that the system chose, where it was asked to.
         zmq: pyzmq.
-        num_overflows: how often, since creation, the messages for a subscriber became too many, so that it lost some.
 
     Raises:
         ImportError: pyzmq is not installed.
@@ -84,25 +88,32 @@ class EventSockets:
                 require_protection(address, keys, insecure)
         self._topic = topic.encode()
         self._hwm = hwm
-        self._max_buffered_bytes = max_buffered_bytes
         self._max_peers = max_peers
         self._keys = keys
-        self._largest_payload = 0
         self._remembered = RememberedBatches(num_remembered, max_buffered_bytes)
         self._pub: _Opened | None = None
         self._replay: _Opened | None = None
         self._replay_server: ReplayServer | None = None
         self._poller = self.zmq.Poller()
-        self.num_overflows = 0
+        self._num_full = 0
         try:
-            self._open()
+            self._open(max_buffered_bytes)
         except BaseException:
             self.close(linger_seconds=0)
             raise
 
-    def _open(self) -> None:
+    def _open(self, max_buffered_bytes: int) -> None:
         zmq = self.zmq
-        self._pub = _Opened(zmq, zmq.PUB, self.endpoint, self._binds, self._keys, self._max_peers, sndhwm=self._hwm)
+        self._pub = _Opened(
+            zmq,
+            zmq.PUB,
+            self.endpoint,
+            self._binds,
+            self._keys,
+            self._max_peers,
+            sndhwm=self._hwm,
+            max_lag_bytes=max_buffered_bytes,
+        )
         # A full subscriber is told first, and only then left out; see send().
         self._pub.socket.setsockopt(zmq.XPUB_NODROP, 1)
         self.endpoint = self._pub.open()
@@ -122,6 +133,12 @@ class EventSockets:
         return [opened for opened in (self._pub, self._replay) if opened is not None]
 
     @property
+    def num_overflows(self) -> int:
+        """How often, since creation, more waited for a subscriber than may, so that it lost some."""
+        limits = self._pub.limits if self._pub else None
+        return self._num_full + (limits.num_lagging if limits else 0)
+
+    @property
     def num_refused_requests(self) -> int:
         """Replay requests since creation that were none, or too many of one client."""
         return self._replay_server.num_refused if self._replay_server else 0
@@ -136,7 +153,7 @@ class EventSockets:
         """Connections since creation that never became ones of ZeroMQ (garbage, silence, no key that is admitted), or
         were cut because they went beyond a limit."""
         limits = [opened.limits for opened in self._all() if opened.limits is not None]
-        return sum(each.num_cut + each.num_failed_handshakes for each in limits)
+        return sum(each.num_cut - each.num_lagging + each.num_failed_handshakes for each in limits)
 
     def close(self, linger_seconds: float) -> None:
         """Close both; what was sent may take so long to leave."""
@@ -172,30 +189,23 @@ class EventSockets:
 
     def send(self, sequence_number: int, payload: bytes) -> None:
         """Publish an encoded batch, and remember it for replays."""
-        if len(payload) > self._largest_payload:
-            self._largest_payload = len(payload)
-            self._bound_bytes()
-        pub = self._pub.socket  # type: ignore[union-attr]
+        if self._pub is None:
+            raise RuntimeError("the sockets are closed")
+        pub = self._pub.socket
         message = (self._topic, sequence_number.to_bytes(SEQUENCE_NUMBER_BYTES, "big"), payload)
         try:
             pub.send_multipart(message, self.zmq.NOBLOCK)
         except self.zmq.Again:
             # Nobody has got anything yet. Now all get it but those that have no room.
-            self.num_overflows += 1
+            self._num_full += 1
             pub.setsockopt(self.zmq.XPUB_NODROP, 0)
             try:
                 pub.send_multipart(message, self.zmq.NOBLOCK)
             finally:
                 pub.setsockopt(self.zmq.XPUB_NODROP, 1)
         self._remembered.append(sequence_number, payload)
-
-    def _bound_bytes(self) -> None:
-        """ZeroMQ bounds messages, so there may be as few of them as the largest one allows."""
-        most = max(1, self._max_buffered_bytes // self._largest_payload)
-        if self._pub is not None and self._hwm:
-            self._pub.socket.sndhwm = min(self._hwm, most)
-        if self._replay is not None:
-            self._replay.socket.sndhwm = min(_REPLAY_HWM, most)
+        if self._pub.limits is not None:
+            self._pub.limits.note_published(self._pub.wire_bytes(message))
 
 
 class _Opened:
@@ -216,8 +226,10 @@ class _Opened:
         keys: str | os.PathLike[str] | None,
         max_peers: int,
         sndhwm: int,
+        max_lag_bytes: int | None = None,
     ) -> None:
         self.limits: PeerLimits | None = None
+        self._frame_bytes = 0  # that the encryption of a frame adds
         self._gate: ClientGate | None = None
         self._endpoint = endpoint
         self._binds = binds
@@ -235,11 +247,12 @@ class _Opened:
             if own_keys is not None and binds:
                 self._gate = ClientGate(self._context, own_keys)
                 self._gate.protect(self.socket)
+                self._frame_bytes = _CURVE_FRAME_BYTES
             elif own_keys is not None:
                 own_keys.protect_client(self.socket)
             if binds and not self._is_shared:
                 self.socket.handshake_ivl = int(HANDSHAKE_SECONDS * _MS_PER_SECOND)
-                self.limits = PeerLimits(self.socket, max_peers)
+                self.limits = PeerLimits(self.socket, max_peers, max_lag_bytes=max_lag_bytes)
         except BaseException:
             self.close_socket(0)
             self.close_context()
@@ -259,6 +272,14 @@ class _Opened:
             return bind(self.socket, self._endpoint)
         self.socket.connect(self._endpoint)
         return self._endpoint
+
+    def wire_bytes(self, frames: tuple[bytes, ...]) -> int:
+        """What ZeroMQ makes of a message."""
+        num_bytes = 0
+        for frame in frames:
+            body = len(frame) + self._frame_bytes
+            num_bytes += body + (_SHORT_HEADER_BYTES if body < _LONG_FRAME_BYTES else _LONG_HEADER_BYTES)
+        return num_bytes
 
     def close_socket(self, linger_ms: int) -> None:
         if self.limits is not None:

@@ -63,7 +63,8 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Events that are published together.
 
     Attributes:
-        ts: seconds since the epoch.
+        ts: seconds since the epoch, by the publishing machine's wall clock, as vLLM has it. It may jump: the order of
+            batches is that of their sequence numbers, and nothing in kvpool depends on it.
         events: the events, in the order in which they happened.
         data_parallel_rank: rank of the publishing engine, None where there is one.
     """

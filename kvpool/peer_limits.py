@@ -2,12 +2,15 @@
 
 ZeroMQ bounds neither how many connections it accepts nor what one connection may make it hold: subscriptions go into a
 tree for as long as they come, and a message of endless parts is gathered until its last one. Neither is ever shown to
-the socket's owner. So the connections are counted (the socket's monitor tells of them), and so are the bytes that each
-has sent (the kernel tells that of TCP, on Linux); one that goes beyond is cut. A peer that was cut wrongly connects
-again.
+the socket's owner. What waits for a slow subscriber is bounded in messages, and those may be large. So the connections
+are counted (the socket's monitor tells of them), and so are the bytes that each has sent and fetched (the kernel tells
+that of TCP, on Linux); one that goes beyond is cut. A peer that was cut wrongly connects again.
+
+(``ZMQ_SNDHWM`` of a socket in use is no way to bound bytes: libzmq 4.3.5 crashes where a peer is just leaving.)
 
 The owner of the socket calls ``look`` whenever the monitor can be read, and every ``LOOK_SECONDS`` while there are
-peers. The monitor is never full, so that ZeroMQ does not wait for that.
+peers: what comes within that time is all that a peer can have beyond its limits. The monitor is never full, so that
+ZeroMQ does not wait for it.
 """
 
 from __future__ import annotations
@@ -20,31 +23,40 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 logger = logging.getLogger("kvpool")
 
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.02
 
 DEFAULT_MAX_PEERS = 128
 DEFAULT_BURST_BYTES = 64 * 1024
 DEFAULT_BYTES_PER_SECOND = 4 * 1024
 
 _MAX_CHANGES_PER_LOOK = 1000
+_REST_PER_LOOK = 30  # so 3 % of the time at most
 _GREETING_BYTES = 64  # of ZMTP: who has not sent as much has said nothing yet
-_BYTES_RECEIVED = struct.Struct("=Q")
-_BYTES_RECEIVED_OFFSET = 128  # of tcpi_bytes_received in Linux' struct tcp_info
-_TCP_INFO_BYTES = 192
+_TCP_INFO = struct.Struct("=24x I 92x Q Q 8x I")  # Linux' struct tcp_info, to tcpi_notsent_bytes
 _CHANGE = struct.Struct("=hi")
 
 _Result = TypeVar("_Result")
 
 
+class _Traffic(NamedTuple):
+    """What the kernel tells of a connection, in bytes."""
+
+    received: int
+    acknowledged: int  # by the peer
+    is_idle: bool  # nothing that was sent waits to be acknowledged
+
+
 @dataclass
 class _Peer:
     looked_at: float
-    num_bytes: int = 0  # ever received
-    level: float = 0.0  # the part of them that counts against the burst still
+    received: int = 0
+    level: float = 0.0  # the part of it that counts against the burst still
+    queued_before: int = 0  # bytes published in all, and acknowledged by this peer, when nothing waited for it last
+    acknowledged_before: int = 0
 
 
 class PeerLimits:
@@ -55,9 +67,11 @@ class PeerLimits:
         max_peers: connections at a time. Of more, the oldest that has said nothing is cut, else the newest.
         burst_bytes: what a peer may send at once.
         bytes_per_second: what it may send on average, after that.
+        max_lag_bytes: what may wait for a peer, of what ``note_published`` tells of; None for no bound.
 
     Attributes:
         monitor: socket to poll.
+        num_lagging: connections cut since creation because too much waited for them.
         num_cut: connections cut since creation.
         num_failed_handshakes: connections since creation that ended before they were ZeroMQ's: by garbage, silence or
             the wrong key.
@@ -69,6 +83,7 @@ class PeerLimits:
         max_peers: int = DEFAULT_MAX_PEERS,
         burst_bytes: int = DEFAULT_BURST_BYTES,
         bytes_per_second: int = DEFAULT_BYTES_PER_SECOND,
+        max_lag_bytes: int | None = None,
     ) -> None:
         import zmq
 
@@ -77,11 +92,14 @@ class PeerLimits:
         self._max_peers = max_peers
         self._burst_bytes = burst_bytes
         self._bytes_per_second = bytes_per_second
+        self._max_lag_bytes = max_lag_bytes
+        self._published = 0
         self._peers: dict[int, _Peer] = {}  # by file descriptor, oldest first
         self._silent: dict[int, None] = {}  # those of them that may not have said anything
         self._next_look = 0.0
         self._place: str | int | None = None
         self.num_cut = 0
+        self.num_lagging = 0
         self.num_failed_handshakes = 0
         self._failures = frozenset(
             (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -103,14 +121,18 @@ class PeerLimits:
         self._socket.disable_monitor()
         self.monitor.close()
 
+    def note_published(self, num_bytes: int) -> None:
+        """So much more goes to each peer that wants it, framing included."""
+        self._published += num_bytes
+
     def look(self) -> None:
         """Cut what goes beyond the limits. O(changes + peers), and no more than some milliseconds."""
         now = time.monotonic()
         self._take_changes(now)
         if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
             for fd in list(self._peers):
                 self._weigh(fd, now)
+            self._next_look = now + max(LOOK_SECONDS, _REST_PER_LOOK * (time.monotonic() - now))
 
     def _take_changes(self, now: float) -> None:
         for _ in range(_MAX_CHANGES_PER_LOOK):
@@ -120,7 +142,7 @@ class PeerLimits:
                 return
             if change == self._zmq.EVENT_ACCEPTED:
                 self._forget(value)
-                self._peers[value] = _Peer(now)
+                self._peers[value] = _Peer(now, queued_before=self._published)
                 self._silent[value] = None
                 if len(self._peers) > self._max_peers:
                     self._cut(self._choose_victim(now), f"there are more than {self._max_peers}")
@@ -132,26 +154,32 @@ class PeerLimits:
     def _choose_victim(self, now: float) -> int:
         while self._silent:
             fd = next(iter(self._silent))
-            num_bytes = self._weigh(fd, now)
-            if num_bytes is not None and num_bytes < _GREETING_BYTES:
+            traffic = _with_socket(fd, _traffic)
+            if traffic is not None and traffic.received < _GREETING_BYTES:
                 return fd
-            self._silent.pop(fd, None)
+            del self._silent[fd]
         return next(reversed(self._peers))
 
-    def _weigh(self, fd: int, now: float) -> int | None:
-        """Look at what a peer has sent; the number of bytes, or None where that is not to be had."""
+    def _weigh(self, fd: int, now: float) -> None:
+        traffic = _with_socket(fd, _traffic)
+        if traffic is None:
+            return
         peer = self._peers[fd]
-        num_bytes = _with_socket(fd, _bytes_received)
-        if num_bytes is None:
-            return None
         level = max(0.0, peer.level - self._bytes_per_second * (now - peer.looked_at))
-        peer.level = level + max(0, num_bytes - peer.num_bytes)
-        peer.num_bytes, peer.looked_at = num_bytes, now
-        if num_bytes >= _GREETING_BYTES:
+        peer.level = level + max(0, traffic.received - peer.received)
+        peer.received, peer.looked_at = traffic.received, now
+        if traffic.received >= _GREETING_BYTES:
             self._silent.pop(fd, None)
         if peer.level > self._burst_bytes:
-            self._cut(fd, f"it sent {num_bytes} bytes")
-        return num_bytes
+            self._cut(fd, f"it sent {traffic.received} bytes")
+            return
+        if traffic.is_idle:
+            peer.queued_before, peer.acknowledged_before = self._published, traffic.acknowledged
+        elif self._max_lag_bytes is not None:
+            lag = self._published - peer.queued_before - (traffic.acknowledged - peer.acknowledged_before)
+            if lag > self._max_lag_bytes:
+                self.num_lagging += 1
+                self._cut(fd, f"{lag} bytes wait for it")
 
     def _cut(self, fd: int, reason: str) -> None:
         self._forget(fd)
@@ -192,15 +220,15 @@ def _with_socket(fd: int, call: Callable[[socket.socket], _Result]) -> _Result |
             return None
 
 
-def _bytes_received(connection: socket.socket) -> int | None:
+def _traffic(connection: socket.socket) -> _Traffic | None:
     """None for what is no TCP, and where the kernel does not tell."""
     if not sys.platform.startswith("linux") or connection.family == socket.AF_UNIX:
         return None
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    if len(info) < _BYTES_RECEIVED_OFFSET + _BYTES_RECEIVED.size:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    if len(info) < _TCP_INFO.size:
         return None
-    num_bytes: int = _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_OFFSET)[0]
-    return num_bytes
+    num_unacknowledged_packets, acknowledged, received, not_sent = _TCP_INFO.unpack(info)
+    return _Traffic(received, acknowledged, is_idle=not (num_unacknowledged_packets or not_sent))
 
 
 def _place_of(connection: socket.socket) -> str | int:

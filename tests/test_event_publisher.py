@@ -470,6 +470,27 @@ def test_many_threads_publish_in_order_of_their_numbers(make_publisher: Any, sub
     assert of_rank == {rank: [float(step) for step in range(200)] for rank in range(4)}
 
 
+def test_clocks_that_jump_change_nothing(
+    make_publisher: Any, subscribe: Any, endpoint: str, replay_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time in a batch is the caller's; the publisher looks at no clock that can be set."""
+
+    def refuse() -> float:
+        raise AssertionError("the wall clock was asked for")
+
+    monkeypatch.setattr(time, "time", refuse)
+    publisher = make_publisher(replay_endpoint=replay_endpoint)
+    subscriber = subscribe(endpoint, replay_endpoint)
+    first = subscriber.join(publisher)
+    stamps = [2e9, 0.0, -1.0, 1e300, 5.0]
+    for stamp in stamps:
+        publisher.publish(batch(stamp))
+    assert times(subscriber.receive(first + 4)) == stamps
+    assert times(subscriber.request_replay(first)[:-1]) == stamps
+    publisher.shutdown()
+    assert publisher.dropped_batches == 0
+
+
 # Shutdown
 
 
