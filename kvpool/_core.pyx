@@ -117,6 +117,15 @@ cdef class BlockPoolBase(PrefixCache):
             return
         raise_status(status, &fault, "free_ids", home)
 
+    def get_ref_counts(self):
+        """``ref_cnt`` of every block, a new int32 array of shape (num_gpu_blocks,). O(blocks)."""
+        cdef BlockHome home = self.the_home()
+        cdef object counts = new_ids(home.pool.num_blocks)
+        kvpool_lock_acquire(&home.lock)
+        memcpy(data_of(counts), home.pool.ref_cnt, <size_t>home.pool.num_blocks * sizeof(int32_t))
+        kvpool_lock_release(&home.lock)
+        return counts
+
     def touch_ids(self, ids):
         """As ``touch`` for an int32 buffer of ids. O(len)."""
         self.the_home()

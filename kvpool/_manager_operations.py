@@ -29,8 +29,8 @@ from kvpool.allocation_checks import (
 from kvpool.coordinator import get_kv_cache_coordinator, resolve_kv_cache_block_sizes
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_blocks import KVCacheBlocks
-from kvpool.kv_cache_queries import KVCacheQueries
 from kvpool.kv_cache_spec import KVCacheConfig
+from kvpool.kv_cache_withdrawal import KVCacheWithdrawal
 from kvpool.managers import MambaManager
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _STATUSES_NOT_RUNNING = ("WAITING", "PREEMPTED")
 
 
-class KVCacheManagerOperations(KVCacheQueries):
+class KVCacheManagerOperations(KVCacheWithdrawal):
     """Block tables, prefix cache and free blocks of one engine.
 
     Args:

@@ -3,6 +3,7 @@ fail when a request would read somebody else's tokens."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -72,6 +73,10 @@ def make_scheduler(
     return Scheduler(kv_cache_manager, SchedulerConfig(**config))
 
 
+class StepFails(Exception):
+    """Workers have not executed all of a step."""
+
+
 class ReadsWrongToken(AssertionError):
     """A request would attend to something that is not its own."""
 
@@ -122,6 +127,7 @@ class Workers:
         self.specs = specs
         self.states: dict[str, RequestState] = {}
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset): (group, digest)
+        self.writes_left: int | None = None  # before a step fails
         self.decoder = msgspec.msgpack.Decoder(SchedulerOutput)
 
     def execute(self, message: bytes) -> dict[str, list[int]]:
@@ -193,6 +199,10 @@ class Workers:
             place = self.place(state, group, length)
             if place[0] == 0 or place in written:
                 raise ReadsWrongToken(f"{place} is written twice in a step, or is the null block")
+            if self.writes_left is not None:
+                if self.writes_left == 0:
+                    raise StepFails
+                self.writes_left -= 1
             written.add(place)
             self.slots[place] = (group, state.digests[length])
 
@@ -254,6 +264,29 @@ class Run:
         if output.num_scheduled_tokens:
             self.under_way.append((output, sampled))
         return output
+
+    def fail(self, num_writes: int | None, num_earlier: int = 0, leaving: str | None = None) -> None:
+        """Schedules a step that is withdrawn.
+
+        Args:
+            num_writes: slots that workers write before they fail; None: they see nothing of the step.
+            num_earlier: steps under way before it that are withdrawn too.
+            leaving: a request that is aborted before.
+        """
+        output = self.scheduler.schedule()
+        self.messages.append(msgspec.msgpack.encode(output))
+        if num_writes is not None:
+            self.workers.writes_left = num_writes
+            with contextlib.suppress(StepFails):
+                self.workers.execute(self.messages[-1])
+            self.workers.writes_left = None
+        for _ in range(min(num_earlier, len(self.under_way))):
+            output, _ = self.under_way.pop()
+        if leaving is not None:
+            self.scheduler.finish_requests(leaving)
+        if output.num_scheduled_tokens or num_writes is None:
+            self.scheduler.withdraw(output)
+        self.scheduler.check()
 
     def update(self) -> None:
         """Gives the scheduler the tokens of the oldest step."""

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from scheduler_runs import Run, full_attention, generated, make_scheduler, mamba, sliding_window
 
 from kvpool.kv_cache_manager import KVCacheManager
+from kvpool.managers import SingleTypeKVCacheManager
 from kvpool.scheduler import RequestTooLargeError
 from kvpool.scheduler.lifecycle import RequestLifecycle
 from kvpool.scheduler.mamba_split import MambaSplit
@@ -77,6 +78,16 @@ class History:
             run.schedule()
         self.compare()
 
+    def fail(self, num_writes: int | None, num_earlier: int = 0, leaving: int | None = None) -> None:
+        """A step that is withdrawn, perhaps after a request has been aborted."""
+        unfinished = sorted(self.runs[0].scheduler.requests)
+        request_id = None if leaving is None or not unfinished else unfinished[leaving % len(unfinished)]
+        if request_id is not None:
+            self.expected.pop(request_id)
+        for run in self.runs:
+            run.fail(num_writes, num_earlier, request_id)
+        self.compare()
+
     def abort(self, number: int) -> None:
         unfinished = sorted(self.runs[0].scheduler.requests)
         if unfinished:
@@ -111,7 +122,8 @@ def families(rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
 
 
-def random_history(seed: int, cache: str, policy: str) -> History:
+def random_history(seed: int, cache: str, policy: str, *, fails: bool = False) -> History:
+    """One history, up to its last request; with ``fails``, steps are withdrawn again and again."""
     rng = random.Random(seed)
     history = History(
         cache,
@@ -130,6 +142,9 @@ def random_history(seed: int, cache: str, policy: str) -> History:
         history.add(prompt, rng.randint(1, 14), priority=rng.randrange(3))
         for _ in range(rng.randrange(4)):
             history.step()
+        if fails and rng.random() < 0.4:
+            leaving = rng.choice([None, None, None, rng.randrange(100)])
+            history.fail(rng.choice([None, 0, rng.randrange(12), 1000]), rng.choice([0, 0, 1, 2]), leaving)
         if rng.random() < 0.08:
             history.abort(rng.randrange(100))
         if rng.random() < 0.02:
@@ -150,6 +165,18 @@ def test_random_histories(cache: str, policy: str) -> None:
         num_resumed_hit_tokens += stats.resumed_hit_tokens
     assert num_preemptions > 0
     assert num_hit_tokens > 0
+    assert num_resumed_hit_tokens > 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("cache", SPECS)
+def test_random_histories_with_steps_that_fail(cache: str, policy: str) -> None:
+    """Workers have executed all, a part or nothing of a step that is withdrawn."""
+    num_resumed_hit_tokens = 0
+    for seed in range(NUM_SEEDS):
+        history = random_history(seed, cache, policy, fails=True)
+        history.finish()
+        num_resumed_hit_tokens += history.runs[0].scheduler.make_stats().prefix_hit_tokens
     assert num_resumed_hit_tokens > 0
 
 
@@ -192,6 +219,9 @@ DEFECTS: dict[str, tuple[str, Any, str, Any]] = {
     "a preempted request keeps its place": ("full", RequestLifecycle, "_preempt", keep_computed_tokens),
     "blocks are not given back": ("full", KVCacheManager, "free", lambda *_: None),
     "generated tokens are not sent": ("full", Step, "_generated_tokens_to_compute", lambda *_: []),
+    "blocks of a withdrawn step stay": ("full", KVCacheManager, "take_back", lambda *_: None),
+    "a withdrawn step stays findable": ("full", SingleTypeKVCacheManager, "find_uncomputed_ids", lambda *_: []),
+    "who left a withdrawn step stays findable": ("full", RequestLifecycle, "_note_abandoned_blocks", lambda *_: None),
     "a prefill ends anywhere": ("full and mamba", MambaSplit, "clip", lambda *arguments: arguments[3]),
 }
 
@@ -203,7 +233,7 @@ def test_defects_are_noticed(monkeypatch: pytest.MonkeyPatch, defect: str) -> No
     monkeypatch.setattr(owner, name, lambda *arguments: replacement(*arguments, original))
     with pytest.raises(AssertionError):
         for seed in range(20):
-            random_history(seed, cache, "fcfs").finish()
+            random_history(seed, cache, "fcfs", fails=True).finish()
 
 
 PROMPTS = st.tuples(st.integers(0, 1), st.integers(1, 14), st.integers(0, 3))  # start, its length, tokens of its own
@@ -217,6 +247,7 @@ ACTIONS = st.lists(
         st.just(("schedule",)),
         st.tuples(st.just("abort"), st.integers(0, 5)),
         st.just(("reset",)),
+        st.tuples(st.just("fail"), st.none() | st.integers(0, 30), st.integers(0, 2), st.none() | st.just(0)),
     ),
     max_size=40,
 )

@@ -279,6 +279,33 @@ class SingleTypeKVCacheManager(ABC):
         """Forget the request and give its blocks back, last first, so that the end of a prefix is evicted first."""
         self.block_pool.free_blocks(self.pop_blocks_for_free(request_id)[::-1])
 
+    def find_uncomputed_ids(self, request_id: str, num_computed_tokens: int) -> list[int]:
+        """Ids of the request's blocks whose hash covers a token beyond the computed ones. O(blocks of the request)."""
+        return [
+            block.block_id
+            for block in self.req_to_blocks.get(request_id, ())
+            if (block.block_hash_num_tokens or 0) > num_computed_tokens
+        ]
+
+    def take_back(self, request_id: str, num_computed_tokens: int) -> None:
+        """Take the blocks for tokens beyond the computed ones, and hashes that cover such a token. What is done is
+        not undone by a second call, and each part leaves nothing worse than a reference that is in no table."""
+        self.block_pool.evict_blocks(self.find_uncomputed_ids(request_id, num_computed_tokens))
+        if request_id in self.num_cached_block:
+            num_full_blocks = num_computed_tokens // self.block_size
+            self.num_cached_block[request_id] = min(self.num_cached_block[request_id], num_full_blocks)
+        self._shorten(request_id, ceil_div(num_computed_tokens, self.block_size))
+
+    def _shorten(self, request_id: str, num_blocks: int) -> None:
+        table = self.req_to_blocks.get(request_id)
+        if table is None or len(table) <= num_blocks:
+            return
+        kept, removed = table[:num_blocks], table[num_blocks:]
+        shortened = self.block_pool.new_block_table()
+        shortened += kept
+        self.req_to_blocks[request_id] = shortened
+        self.block_pool.free_blocks(removed[::-1])
+
     # Prefix cache
 
     def cache_blocks(

@@ -87,6 +87,9 @@ class MambaManager(AlignedMambaBlocks):
         else:
             super()._remove_blocks_in_range(request_id, first_block, last_block)
 
+    def _shorten(self, request_id: str, num_blocks: int) -> None:
+        """States that steps have changed are of no use: all of the table goes, when the request is freed."""
+
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         self._forget_aligned(request_id)
         return super().pop_blocks_for_free(request_id)

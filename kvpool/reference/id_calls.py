@@ -44,6 +44,12 @@ class IdCalls(PrefixCache):
             ids = self._without_strange_ids(ids)
         self.free_blocks(self._blocks_of_ids(ids), prepend)  # type: ignore[attr-defined]
 
+    def get_ref_counts(self) -> Any:
+        """``ref_cnt`` of every block, a new int32 array of shape (num_gpu_blocks,). O(blocks)."""
+        counts = empty_id_array(self.num_gpu_blocks)  # type: ignore[attr-defined]
+        write_ids(counts, [block.ref_cnt for block in self.blocks])  # type: ignore[attr-defined]
+        return counts
+
     def touch_ids(self, ids: Any) -> None:
         """``touch`` by ids, an int32 buffer of shape (n,). BlockStateError names an id outside the pool."""
         self.touch(self._blocks_of_ids(ids))  # type: ignore[attr-defined]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvpool.errors import InvalidArgumentError
@@ -12,6 +13,8 @@ from kvpool.kv_cache_spec import CrossAttentionSpec
 from kvpool.request_status import RequestStatus
 from kvpool.scheduler.admission import require_fit
 from kvpool.scheduler.config import SchedulerConfig, SchedulingPolicy
+from kvpool.scheduler.in_flight import News
+from kvpool.scheduler.output import RequestOutput
 from kvpool.scheduler.queue import create_request_queue
 from kvpool.scheduler.stats import Counts, SchedulerStats
 
@@ -25,7 +28,13 @@ class RequestLifecycle:
     """The part of ``Scheduler``, which documents the arguments and attributes, that owns the queues.
 
     A request is WAITING, then RUNNING, perhaps PREEMPTED and RUNNING again, and finally one of FINISHED_*. Only here
-    does a status change, together with the queue that the request is in and the blocks that it has.
+    does a status change, together with the queue that the request is in and the blocks that it has; a step that is
+    withdrawn sets it back (``withdrawal``).
+
+    A call has happened or has not, also where an exception ends it at any place: one of a hasher or a collector, want of
+    memory, Ctrl-C. Each call notes in ``_change`` what takes it back or completes it, before its first change, and drops
+    the note with its last one. What is noted can be run again from its start, should it be interrupted too. That holds
+    as far as the calls of the pool do: the native ones can't be interrupted, those of the twin can.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager, config: SchedulerConfig | None = None) -> None:
@@ -45,9 +54,25 @@ class RequestLifecycle:
         self.running: list[Request] = []
         self.steps_under_way: deque[StepUnderWay] = deque()
         self._stop_token_ids: dict[str, frozenset[int]] = {}  # of requests that have some of their own
-        self._finished_request_ids: list[str] = []  # since the last step
-        self._preempted_request_ids: list[str] = []  # since the last step
+        self._news = News()
+        self._resent_ids: set[str] = set()  # who runs, and whose block table workers may not know as it is
+        self._introduced_ids: set[str] = set()  # who waits, was told to workers as new, and has to be told so again
         self._counts = Counts()
+        self._change: Callable[[], None] | None = None
+        self._preemption: Callable[[], None] | None = None  # the same for a preemption, as part of another change
+        self._undelivered: list[RequestOutput] = []  # of a call that was interrupted when its tokens were taken
+
+    def _settle(self) -> None:
+        """Takes a call back that was interrupted, or completes it, so that it has happened or has not."""
+        if self._change is None and self._preemption is None:
+            return
+        if self._preemption is not None:
+            self._preemption()
+            self._preemption = None
+        if self._change is not None:
+            self._change()
+        self.kv_cache_manager.release_orphans()
+        self._change = None
 
     def add_request(self, request: Request, stop_token_ids: Iterable[int] = ()) -> None:
         """Queues a request. O(1), with the policy "priority" O(log n).
@@ -62,16 +87,32 @@ class RequestLifecycle:
             InvalidArgumentError: the id is taken; the request isn't waiting; the prompt is empty or leaves no room for
                 a token within ``max_model_len``; prefix caching is on, and its block hashes are missing.
         """
+        self._settle()
         if request.request_id in self.requests:
             raise InvalidArgumentError(f"there is an unfinished request with the id {request.request_id!r}")
         if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
             raise InvalidArgumentError(f"request {request.request_id!r} has been used: {request.status.name}")
         require_fit(request, self.kv_cache_manager)
         own_stop_token_ids = frozenset(stop_token_ids)
-        self.waiting.add_request(request)
-        self.requests[request.request_id] = request
-        if own_stop_token_ids:
-            self._stop_token_ids[request.request_id] = own_stop_token_ids | self.config.stop_token_ids
+        self._change = partial(self._forget, request)
+        try:
+            self.waiting.add_request(request)
+            self.requests[request.request_id] = request
+            if own_stop_token_ids:
+                self._stop_token_ids[request.request_id] = own_stop_token_ids | self.config.stop_token_ids
+            self._change = None
+        except BaseException:
+            self._settle()
+            raise
+
+    def _forget(self, request: Request) -> None:
+        """As if it had not been added."""
+        if request in self.waiting:
+            self.waiting.remove_request(request)
+        if self.requests.get(request.request_id) is request:
+            del self.requests[request.request_id]
+        if request.request_id not in self.requests:
+            self._stop_token_ids.pop(request.request_id, None)
 
     def finish_requests(
         self,
@@ -80,7 +121,8 @@ class RequestLifecycle:
     ) -> list[Request]:
         """Ends requests from outside, whatever they are doing: by default an abort.
 
-        Their blocks are free when the call returns. Tokens of a step that is under way are dropped when they come.
+        Their blocks are free when the call returns. Tokens of a step that is under way are dropped when they come. After
+        an error (FINISHED_ERROR), what nobody else uses of its cached blocks can't be hit any more.
 
         Args:
             request_ids: one id, several, or None for all; unknown and finished ones are skipped.
@@ -94,12 +136,17 @@ class RequestLifecycle:
         """
         if not RequestStatus.is_finished(finished_status):
             raise InvalidArgumentError(f"{finished_status!r} is no status of a finished request")
+        self._settle()
         if request_ids is None:
             ended = list(self.requests.values())
         else:
             wanted = [request_ids] if isinstance(request_ids, str) else dict.fromkeys(request_ids)
             ended = [self.requests[request_id] for request_id in wanted if request_id in self.requests]
-        self._end([(request, finished_status) for request in ended])
+        try:
+            self._end([(request, finished_status) for request in ended], [])
+        except BaseException:
+            self._settle()
+            raise
         return ended
 
     def has_unfinished_requests(self) -> bool:
@@ -108,7 +155,7 @@ class RequestLifecycle:
 
     def has_requests(self) -> bool:
         """Whether there are unfinished requests, or finished ones that workers have not been told of."""
-        return bool(self.requests or self._finished_request_ids)
+        return bool(self.requests or self._news.finished_request_ids)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
@@ -132,10 +179,20 @@ class RequestLifecycle:
         Returns:
             Whether the cache is empty now; False while requests run that were not to be preempted.
         """
+        self._settle()
         if reset_running_requests:
-            while self.running:  # the last one first: the front of the queue is the first again
-                self._preempt(self.running.pop())
+            self._change = self._preempt_all
+            try:
+                self._preempt_all()
+                self._change = None
+            except BaseException:
+                self._settle()
+                raise
         return self.kv_cache_manager.reset_prefix_cache()
+
+    def _preempt_all(self) -> None:
+        while self.running:  # the last one first: the front of the queue is the first again
+            self._preempt(self.running[-1])
 
     # ---- changes of status ----
 
@@ -156,29 +213,90 @@ class RequestLifecycle:
         return 0, 0.0, ""
 
     def _preempt(self, request: Request) -> None:
-        """Takes a request's blocks and queues it again; it has left ``running``."""
+        """Takes a running request's blocks and queues it again."""
+        counted = request.num_preemptions + 1, self._counts.preemptions + 1
+        self._preemption = partial(self._complete_preemption, request, *counted)
+        self._preemption()
+        self._preemption = None
+
+    def _complete_preemption(self, request: Request, num_preemptions: int, num_preemptions_of_all: int) -> None:
+        self._note_abandoned_blocks(request)
+        self._stop_running(request)
         self.kv_cache_manager.free(request)
+        self._resent_ids.discard(request.request_id)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.waiting.prepend_request(request)
-        self._preempted_request_ids.append(request.request_id)
-        self._counts.preemptions += 1
+        request.num_preemptions = num_preemptions
+        self._requeue(request)
+        _append_once(self._news.preempted_request_ids, request.request_id)
+        self._counts.preemptions = num_preemptions_of_all
 
-    def _end(self, ended: list[tuple[Request, RequestStatus]]) -> None:
-        """Takes requests out of their queues, ``running`` in one walk, and frees what they hold."""
+    def _stop_running(self, request: Request) -> None:
+        if self.running and self.running[-1] is request:
+            self.running.pop()
+        elif request in self.running:
+            self.running.remove(request)
+
+    def _requeue(self, request: Request) -> None:
+        """To the front of the waiting ones, or where its priority says."""
+        if request in self.waiting:
+            self.waiting.remove_request(request)
+        self.waiting.prepend_request(request)
+
+    def _note_abandoned_blocks(self, request: Request) -> None:
+        """A request leaves while steps compute for it: if they don't come to their end, what they were to fill must not
+        be hit."""
+        if not request.num_in_flight_tokens:
+            return
+        num_computed_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        block_ids = self.kv_cache_manager.find_uncomputed_ids(request, num_computed_tokens)
+        for step in self.steps_under_way:
+            if request in step.requests:
+                step.abandoned_block_ids += block_ids
+
+    def _end(self, ended: list[tuple[Request, RequestStatus]], outputs: list[RequestOutput]) -> None:
+        """Takes requests out of their queues, ``running`` in one walk, and frees what they hold.
+
+        Args:
+            ended: with their new statuses.
+            outputs: what the caller would get; the next one gets it where this call is interrupted.
+        """
+        complete = partial(self._complete_end, ended, self._counts.finished_requests + len(ended))
+        self._change = partial(self._complete_interrupted_end, complete, outputs)
+        complete()
+        self._change = None
+
+    def _complete_interrupted_end(self, complete: Callable[[], None], outputs: list[RequestOutput]) -> None:
+        complete()
+        if outputs:
+            self._undelivered = outputs
+
+    def _complete_end(self, ended: list[tuple[Request, RequestStatus]], num_finished_requests: int) -> None:
         leaving = set()
         for request, _ in ended:
             if request.status is RequestStatus.RUNNING:
                 leaving.add(request.request_id)
-            else:
+            elif request in self.waiting:
                 self.waiting.remove_request(request)
         if leaving:
             self.running = [request for request in self.running if request.request_id not in leaving]
         for request, status in ended:
+            self._note_abandoned_blocks(request)
+            if status is RequestStatus.FINISHED_ERROR:
+                self.kv_cache_manager.evict_blocks(self.kv_cache_manager.find_own_cached_ids(request))
             request.status = status
             self.kv_cache_manager.free(request)
-            del self.requests[request.request_id]
-            self._stop_token_ids.pop(request.request_id, None)
-            self._finished_request_ids.append(request.request_id)
-        self._counts.finished_requests += len(ended)
+            request_id = request.request_id
+            self._stop_token_ids.pop(request_id, None)
+            self._resent_ids.discard(request_id)
+            self._introduced_ids.discard(request_id)
+            if self.requests.get(request_id) is request:
+                _append_once(self._news.finished_request_ids, request_id)
+                del self.requests[request_id]
+        self._counts.finished_requests = num_finished_requests
+
+
+def _append_once(ids: list[str], request_id: str) -> None:
+    """Appends an id that the end of the list may be already."""
+    if not ids or ids[-1] != request_id:
+        ids.append(request_id)

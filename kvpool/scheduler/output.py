@@ -16,6 +16,9 @@ a message in this order:
    ``sampled_request_ids``.
 
 Preempted requests keep their state except for the blocks, which belong to others from then on.
+
+A worker that could not execute a message, or only a part of it, goes on with the next one, provided that the scheduler
+has withdrawn the step: that message repeats what matters, and nothing in it relies on the withdrawn one.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class CachedRequestData(msgspec.Struct, gc=False):
 
     Attributes:
         request_ids: those that were running first, then the resumed ones.
-        resumed: whether the request comes back from a preemption, and ``new_block_ids`` replaces its block table.
+        resumed: whether the request comes back from a preemption or a withdrawn step, and ``new_block_ids`` replaces its
+            block table.
         new_block_ids: per KV cache group, to append to the block table (or to replace it); None: nothing new.
         num_computed_tokens: tokens computed before this step; the next position to compute.
         num_output_tokens: tokens generated before this step.
@@ -84,8 +88,10 @@ class SchedulerOutput(msgspec.Struct, gc=False):
         total_num_scheduled_tokens: their sum, at most ``max_num_batched_tokens``.
         sampled_request_ids: requests whose last known token is computed in this step, so that the next one can be
             sampled; the others are in the middle of their prefill.
-        finished_request_ids: finished or aborted since the last step, whether workers knew them or not.
-        preempted_request_ids: preempted since the last step; their blocks are gone.
+        finished_request_ids: finished or aborted since the last step, whether workers knew them or not; also requests
+            that a withdrawn step has introduced: they may come as new ones once more.
+        preempted_request_ids: preempted since the last step; their blocks are gone. Also requests of a withdrawn step:
+            what workers know of their block tables is out of date, and they come back as resumed.
         new_block_ids_to_zero: blocks to zero before use; empty unless the cache needs it (Mamba states).
         block_copies: (source, destination) block ids to copy before the step, copy-on-write of partial blocks.
     """
@@ -120,11 +126,13 @@ class RequestOutput(msgspec.Struct, gc=False):
     Attributes:
         request_id: whose.
         new_token_ids: generated tokens, without those after a stop.
-        finish_reason: "stop" or "length" when these were the last, else None.
+        finish_reason: "stop", "length" or "error" when these were the last, else None.
         stop_token_id: the stop token that ended it, which is also the last of ``new_token_ids``.
+        error: why it could not be computed, with the finish reason "error".
     """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
     stop_token_id: int | None = None
+    error: str | None = None

@@ -133,9 +133,9 @@ class PriorityRequestQueue(RequestQueue):
     def add_request(self, request: Request) -> None:
         _refuse_duplicate(request, self._requests)
         serial = self._next_serial
+        self._next_serial += 1  # first: no two entries have the same, also where this call is interrupted
         heapq.heappush(self._heap, (request.priority, request.arrival_time, request.request_id, serial))
         self._requests[request.request_id] = (serial, request)
-        self._next_serial += 1
 
     def prepend_request(self, request: Request) -> None:
         self.add_request(request)

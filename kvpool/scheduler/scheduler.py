@@ -60,11 +60,18 @@ found, but never be computed. (vLLM schedules in the order of admission under ei
 Steps may overlap: ``schedule()`` can be called again before the tokens of earlier steps are known; tokens come back in
 the order of the steps. A request that was preempted or aborted meanwhile is taken care of. A scheduler is for one
 thread at a time.
+
+A step that fails is taken back by ``withdraw()``: its blocks were findable from the start, and nobody has computed them.
+A call that is ended by an exception, also by Ctrl-C in the middle of it, has happened or has not. (Over the native pool;
+the twin's calls can be interrupted half-way.) A scheduler owns its manager's blocks: what is left of an interrupted call
+is found by counting, so that a reference of somebody else's to a block in use would be taken for one that is lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import compress, islice
 from typing import TYPE_CHECKING
 
@@ -72,20 +79,21 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.request_status import RequestStatus
 from kvpool.scheduler.check import check_scheduler
 from kvpool.scheduler.config import SchedulerConfig
-from kvpool.scheduler.in_flight import StepUnderWay, read_sampled_tokens
-from kvpool.scheduler.lifecycle import RequestLifecycle
+from kvpool.scheduler.in_flight import Admission, News, StepUnderWay, read_sampled_tokens
 from kvpool.scheduler.mamba_split import MambaSplit
 from kvpool.scheduler.output import BlockIds, RequestOutput, SchedulerOutput
 from kvpool.scheduler.step import Step
+from kvpool.scheduler.withdrawal import StepWithdrawal
 
 if TYPE_CHECKING:
     from kvpool.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from kvpool.request import Request
 
 _FINISH_REASONS = {RequestStatus.FINISHED_STOPPED: "stop", RequestStatus.FINISHED_LENGTH_CAPPED: "length"}
+_NO_ERRORS: Mapping[str, str] = {}
 
 
-class Scheduler(RequestLifecycle):
+class Scheduler(StepWithdrawal):
     """Continuous batching over one KV cache manager (vLLM: the class of that name, without connectors, encoders,
     speculative tokens and structured output).
 
@@ -106,7 +114,6 @@ class Scheduler(RequestLifecycle):
 
     def __init__(self, kv_cache_manager: KVCacheManager, config: SchedulerConfig | None = None) -> None:
         super().__init__(kv_cache_manager, config)
-        self._step_number = 0
         self._mamba_split = None
         if MambaSplit.is_needed(kv_cache_manager):
             budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
@@ -118,15 +125,25 @@ class Scheduler(RequestLifecycle):
         """Puts the next step together and takes the blocks for it.
 
         O(running requests + admitted requests + their blocks). Nothing to do is a step without tokens, which needs no
-        ``update_from_output``.
+        ``update_from_output``. Where its tokens won't come, ``withdraw`` it. After an exception there is no step, but who
+        was preempted for it waits.
         """
-        self.kv_cache_manager.new_step_starts()
-        step = Step(self.config.max_num_batched_tokens)
-        prefill_limit = self._prefill_limit()
-        self._schedule_running(step, prefill_limit)
-        if not step.has_preempted:
-            self._schedule_waiting(step, prefill_limit)
-        return self._close(step)
+        self._settle()
+        under_way = StepUnderWay(replace(self._counts))
+        step = Step(self.config.max_num_batched_tokens, under_way)
+        self._change = partial(self._take_back_planned, under_way)
+        try:
+            self.kv_cache_manager.new_step_starts()
+            prefill_limit = self._prefill_limit()
+            self._schedule_running(step, prefill_limit)
+            if not step.has_preempted:
+                self._schedule_waiting(step, prefill_limit)
+            output = self._close(step)
+            self._change = None
+        except BaseException:
+            self._settle()
+            raise
+        return output
 
     def _prefill_limit(self) -> int:
         """Tokens one request gets at most in this step, beside the budget."""
@@ -146,7 +163,7 @@ class Scheduler(RequestLifecycle):
         position = 0
         while position < len(running) and step.token_budget:
             num_decoding = self._num_decoding_from(position, step.token_budget)
-            if num_decoding > 1 and self._has_blocks_for_decode(num_decoding):
+            if num_decoding > 1 and not self._resent_ids and self._has_blocks_for_decode(num_decoding):
                 self._schedule_decode(running[position : position + num_decoding], step)
                 position += num_decoding
                 continue
@@ -177,6 +194,7 @@ class Scheduler(RequestLifecycle):
         nothing = manager.empty_kv_cache_blocks
         scheduled: list[Request] = []
         new_block_ids: list[BlockIds | None] = []
+        step.under_way.touched = requests
         for request, blocks in zip(requests, manager.allocate_decode(requests)):
             if blocks is None:
                 continue  # not when there are enough blocks; it waits for the next step
@@ -189,15 +207,20 @@ class Scheduler(RequestLifecycle):
         num_tokens = self._num_tokens(request, request.num_computed_tokens, prefill_limit, step)
         if num_tokens == 0:  # its next token is being sampled by a step under way, or a Mamba state is out of reach
             return True
-        blocks = self.kv_cache_manager.allocate_slots(request, num_tokens)
+        manager = self.kv_cache_manager
+        step.under_way.touched = (request,)
+        blocks = manager.allocate_slots(request, num_tokens)
         while blocks is None:
             step.has_preempted = True
-            last = self.running.pop()
+            last = self.running[-1]
             self._preempt(last)
             if last is request:
                 return False
-            blocks = self.kv_cache_manager.allocate_slots(request, num_tokens)
-        step.add_running(request, num_tokens, blocks.get_block_ids(allow_none=True))
+            blocks = manager.allocate_slots(request, num_tokens)
+        if request.request_id in self._resent_ids:
+            step.add_resent(request, num_tokens, manager.get_block_ids(request.request_id))
+        else:
+            step.add_running(request, num_tokens, blocks.get_block_ids(allow_none=True))
         return True
 
     def _schedule_waiting(self, step: Step, prefill_limit: int) -> None:
@@ -224,6 +247,11 @@ class Scheduler(RequestLifecycle):
         is_cut = step.token_budget < min(request.num_tokens - num_hit_tokens, prefill_limit)
         if num_tokens == 0 or (is_cut and not self.config.enable_chunked_prefill):
             return False
+        is_resumed = request.num_preemptions > 0
+        is_new = not is_resumed or request.request_id in self._introduced_ids
+        admission = Admission(request, request.status, num_hit_tokens, request.num_preemptions, is_new)
+        admitted = step.under_way.admitted
+        admitted.append(admission)
         new_blocks = manager.allocate_slots(
             request,
             num_tokens,
@@ -233,32 +261,52 @@ class Scheduler(RequestLifecycle):
             has_scheduled_reqs=bool(self.running),
         )
         if new_blocks is None:
+            admitted.pop()
             return False
-        is_resumed = request.num_preemptions > 0
         manager.record_prefix_cache_stats(request, num_hit_tokens)
         self._counts.add_lookup(request.num_tokens, num_hit_tokens, is_resumed=is_resumed)
         self._move_to_running(request, num_hit_tokens)
-        step.add_admitted(request, num_tokens, manager.get_block_ids(request.request_id), is_resumed=is_resumed)
+        step.add_admitted(request, num_tokens, manager.get_block_ids(request.request_id), is_new=is_new)
         return True
 
     def _close(self, step: Step) -> SchedulerOutput:
         """Makes the output, then counts the step's tokens as computed."""
+        under_way = step.under_way
         new, cached = step.new_request_data(), step.cached_request_data()
-        self._step_number += 1
+        under_way.number = self._step_number = self._step_number + 1
+        under_way.num_tokens = list(step.num_scheduled_tokens.values())
+        news = under_way.news = self._news
+        self._news = News()
+        sampled_request_ids = self._start_computing(step)
+        copies = self._take_block_copies()
+        under_way.copied_block_ids = [target for _, target in copies]
         output = SchedulerOutput(
             step=self._step_number,
             scheduled_new_requests=new,
             scheduled_cached_requests=cached,
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=self.config.max_num_batched_tokens - step.token_budget,
-            sampled_request_ids=self._start_computing(step),
-            finished_request_ids=self._finished_request_ids,
-            preempted_request_ids=self._preempted_request_ids,
+            sampled_request_ids=sampled_request_ids,
+            finished_request_ids=list(news.finished_request_ids),
+            preempted_request_ids=list(news.preempted_request_ids),
             new_block_ids_to_zero=self.kv_cache_manager.take_new_block_ids(),
-            block_copies=self._take_block_copies(),
+            block_copies=copies,
         )
-        self._finished_request_ids, self._preempted_request_ids = [], []
+        if self._resent_ids or self._introduced_ids:
+            self._note_told(step)
+        if under_way.requests:
+            self.steps_under_way.append(under_way)
         return output
+
+    def _note_told(self, step: Step) -> None:
+        """Workers know again what a withdrawn step had left in doubt."""
+        under_way = step.under_way
+        under_way.resent_ids = [request.request_id for request in step.resent]
+        under_way.introduced_ids = [
+            request.request_id for request in step.new if request.request_id in self._introduced_ids
+        ]
+        self._resent_ids.difference_update(under_way.resent_ids)
+        self._introduced_ids.difference_update(under_way.introduced_ids)
 
     def _take_block_copies(self) -> list[tuple[int, int]]:
         """Copies to make before the step. Both ends go back to the pool at once: who gets them writes in a later step,
@@ -270,15 +318,15 @@ class Scheduler(RequestLifecycle):
 
     def _start_computing(self, step: Step) -> list[str]:
         """Counts the scheduled tokens as computed and under way; returns the ids of the requests to sample."""
-        num_scheduled = list(step.num_scheduled_tokens.values())
-        is_sampled = []
-        for request, num_tokens in zip(step.requests, num_scheduled):
+        under_way = step.under_way
+        requests, num_scheduled, is_sampled = under_way.requests, under_way.num_tokens, under_way.is_sampled
+        under_way.num_computed_tokens = [request.num_computed_tokens for request in requests]
+        for request, num_tokens in zip(requests, num_scheduled):
             num_computed_tokens = request.num_computed_tokens + num_tokens
             request.num_computed_tokens = num_computed_tokens
             request.num_in_flight_tokens += num_tokens
             is_sampled.append(num_computed_tokens == request.num_tokens)
         if num_scheduled:
-            self.steps_under_way.append(StepUnderWay(self._step_number, step.requests, num_scheduled, is_sampled))
             self._counts.steps += 1
             self._counts.scheduled_tokens += sum(num_scheduled)
         return list(compress(step.num_scheduled_tokens, is_sampled))
@@ -286,7 +334,10 @@ class Scheduler(RequestLifecycle):
     # ---- its tokens ----
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, sampled_token_ids: Mapping[str, Iterable[int]]
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Mapping[str, Iterable[int]],
+        errors: Mapping[str, str] = _NO_ERRORS,
     ) -> list[RequestOutput]:
         """Takes the tokens of a step; requests that stop finish, and their blocks are free. O(requests of the step).
 
@@ -296,6 +347,8 @@ class Scheduler(RequestLifecycle):
             sampled_token_ids: by request id, for ``sampled_request_ids``; one token each, or more if the caller knows
                 what follows (they are computed in the next steps). Nothing is needed for requests that were aborted
                 meanwhile.
+            errors: by request id, why a request of the step could not be computed. It ends with this text; cached blocks
+                that it alone uses can't be hit any more, as nobody knows what is in them.
 
         Returns:
             The new tokens of each request, in the order of the step.
@@ -304,30 +357,68 @@ class Scheduler(RequestLifecycle):
             InvalidArgumentError: another step is the oldest; a token is missing or superfluous.
             TypeError: a token is no int. After an error nothing has changed.
         """
+        self._settle()
         if not scheduler_output.num_scheduled_tokens:
             return []
         if not self.steps_under_way or self.steps_under_way[0].number != scheduler_output.step:
             oldest = f"the oldest is {self.steps_under_way[0].number}" if self.steps_under_way else "none is under way"
             raise InvalidArgumentError(f"the tokens of step {scheduler_output.step} are not due: {oldest}")
-        tokens = read_sampled_tokens(self.steps_under_way[0], self.requests, sampled_token_ids)
-        _, requests, num_scheduled, _ = self.steps_under_way.popleft()
-        outputs = []
+        step = self.steps_under_way[0]
+        tokens = read_sampled_tokens(step, self.requests, sampled_token_ids, errors)
+        outputs = self._undelivered
         ended: list[tuple[Request, RequestStatus]] = []
-        for request, num_tokens, token_ids in zip(requests, num_scheduled, tokens):
-            request.num_in_flight_tokens -= num_tokens
-            if token_ids is None:
-                continue
-            status = self._cut_at_end(request, token_ids)
-            request.append_output_token_ids(token_ids[0] if len(token_ids) == 1 else token_ids)
-            output = RequestOutput(request.request_id, token_ids)
-            outputs.append(output)
-            if status is not None:
-                ended.append((request, status))
-                output.finish_reason = _FINISH_REASONS[status]
-                output.stop_token_id = token_ids[-1] if status is RequestStatus.FINISHED_STOPPED else None
-        if ended:
-            self._end(ended)
+        self._change = partial(self._take_back_tokens_of, step, len(outputs))
+        try:
+            self.steps_under_way.popleft()
+            for request, num_tokens, token_ids in zip(step.requests, step.num_tokens, tokens):
+                request.num_in_flight_tokens -= num_tokens
+                if token_ids is None:
+                    continue
+                status = self._cut_at_end(request, token_ids)
+                request.append_output_token_ids(token_ids[0] if len(token_ids) == 1 else token_ids)
+                output = RequestOutput(request.request_id, token_ids)
+                outputs.append(output)
+                if status is not None:
+                    ended.append((request, status))
+                    output.finish_reason = _FINISH_REASONS[status]
+                    output.stop_token_id = token_ids[-1] if status is RequestStatus.FINISHED_STOPPED else None
+            if errors:
+                self._fail(step, errors, ended, outputs)
+            if ended:
+                self._end(ended, outputs)
+            self._change = None
+            self._undelivered = []
+        except BaseException:
+            self._settle()
+            raise
         return outputs
+
+    def _fail(
+        self,
+        step: StepUnderWay,
+        errors: Mapping[str, str],
+        ended: list[tuple[Request, RequestStatus]],
+        outputs: list[RequestOutput],
+    ) -> None:
+        """Adds to the ended requests, and to the outputs, those that could not be computed."""
+        for request in step.requests:
+            error = errors.get(request.request_id)
+            if error is not None and self.requests.get(request.request_id) is request:
+                ended.append((request, RequestStatus.FINISHED_ERROR))
+                outputs.append(RequestOutput(request.request_id, [], finish_reason="error", error=error))
+
+    def _take_back_tokens_of(self, step: StepUnderWay, num_outputs: int) -> None:
+        """As if the step's tokens had not come."""
+        del self._undelivered[num_outputs:]
+        if not self.steps_under_way or self.steps_under_way[0] is not step:
+            self.steps_under_way.appendleft(step)
+        counts = step.num_computed_tokens or ()
+        for request, num_computed_tokens, num_tokens, is_sampled in zip(
+            step.requests, counts, step.num_tokens, step.is_sampled
+        ):
+            if is_sampled and self.requests.get(request.request_id) is request:
+                request.truncate(num_computed_tokens + num_tokens)  # it was sampled after all of its tokens
+        self._count_in_flight(step.requests)
 
     def _cut_at_end(self, request: Request, token_ids: list[int]) -> RequestStatus | None:
         """Drops new tokens that come after the last one of the request; the status it ends with, or None."""
@@ -355,4 +446,5 @@ class Scheduler(RequestLifecycle):
         Raises:
             InvariantError: with the reason.
         """
+        self._settle()
         check_scheduler(self)

@@ -8,6 +8,7 @@ from kvpool.scheduler.output import BlockIds, CachedRequestData, NewRequestData
 
 if TYPE_CHECKING:
     from kvpool.request import Request
+    from kvpool.scheduler.in_flight import StepUnderWay
 
 
 class Step:
@@ -15,8 +16,10 @@ class Step:
 
     Attributes:
         token_budget: tokens that may still be scheduled.
+        under_way: what is remembered of the step.
         requests: all that take part, in the order of scheduling.
         running, new, resumed: the same, by what they did before.
+        resent: those that ran before, and of which workers may not know the block table; they are also in ``resumed``.
         num_scheduled_tokens: by request id, in the order of scheduling.
         has_preempted: whether blocks ran out, so that nobody is admitted.
     """
@@ -27,14 +30,18 @@ class Step:
         "new",
         "num_scheduled_tokens",
         "requests",
+        "resent",
         "resumed",
         "running",
         "token_budget",
+        "under_way",
     )
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, token_budget: int, under_way: StepUnderWay) -> None:
         self.token_budget = token_budget
-        self.requests: list[Request] = []
+        self.under_way = under_way
+        self.requests = under_way.requests
+        self.resent: list[Request] = []
         self.running: list[Request] = []
         self.new: list[Request] = []
         self.resumed: list[Request] = []
@@ -56,9 +63,15 @@ class Step:
         self._new_block_ids.update(zip(request_ids, new_block_ids))
         self.token_budget -= len(requests)
 
-    def add_admitted(self, request: Request, num_tokens: int, block_ids: BlockIds, *, is_resumed: bool) -> None:
+    def add_resent(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
+        """A request that ran before goes on, of which workers are told the whole block table."""
+        self.resent.append(request)
+        self.resumed.append(request)
+        self._schedule(request, num_tokens, block_ids)
+
+    def add_admitted(self, request: Request, num_tokens: int, block_ids: BlockIds, *, is_new: bool) -> None:
         """A request starts, or starts again; its whole block table."""
-        (self.resumed if is_resumed else self.new).append(request)
+        (self.new if is_new else self.resumed).append(request)
         self._schedule(request, num_tokens, block_ids)
 
     def _schedule(self, request: Request, num_tokens: int, block_ids: BlockIds | None) -> None:
