@@ -1,5 +1,5 @@
-"""Interrupts a call where the interpreter would: Ctrl-C raises after a call has returned, at a jump backwards, and where
-a function begins."""
+"""Interrupts a call where the interpreter would: Ctrl-C raises after a call has returned, at a jump backwards, and
+where a function begins."""
 
 from __future__ import annotations
 

@@ -38,7 +38,13 @@ class Interrupting(Run):
         options = {"hash_block_size": 4} if cache == "hits inside blocks" else {}
         num_blocks = 9 if cache == "full" else 15
         scheduler = make_scheduler(
-            "native", num_blocks, SPECS[cache](), max_num_batched_tokens=16, policy=policy, manager=options, max_num_seqs=3
+            "native",
+            num_blocks,
+            SPECS[cache](),
+            max_num_batched_tokens=16,
+            policy=policy,
+            manager=options,
+            max_num_seqs=3,
         )
         super().__init__(scheduler, "native")
         self.interrupt = Interrupter(countdown)
@@ -91,9 +97,7 @@ class Interrupting(Run):
         requests = self.scheduler.requests
         self.add("aborted", [1, 2, 3])
         self.schedule_and_execute()
-        self.until_it_happens(
-            self.scheduler.finish_requests, "aborted", has_happened=lambda: "aborted" not in requests
-        )
+        self.until_it_happens(self.scheduler.finish_requests, "aborted", has_happened=lambda: "aborted" not in requests)
         self.scheduler.check()
         running = self.scheduler.running
         self.until_it_happens(self.scheduler.reset_prefix_cache, True, has_happened=lambda: not running)

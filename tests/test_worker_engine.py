@@ -10,7 +10,7 @@ from kvpool import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvpool.errors import InvalidArgumentError
 from kvpool.sampling_params import SamplingParams
 from kvpool.scheduler import RequestTooLargeError, SchedulerConfig, SchedulerOutput, StepResult
-from kvpool.worker.engine import Engine
+from kvpool.worker.engine import Engine, RequestFailedError
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 20
@@ -131,3 +131,112 @@ def test_closing_ends_all_and_closes_the_executor(executor: CountingExecutor) ->
     engine.close()
     assert executor.num_closed == 1 and not engine.scheduler.has_unfinished_requests()
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+class FailingExecutor(CountingExecutor):
+    """Raises in the calls that it is told to, after it has taken note of the step or before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: dict[int, tuple[BaseException, bool]] = {}  # by number of the call: what, and whether before
+        self.num_calls = 0
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        self.num_calls += 1
+        error, is_before = self.failures.get(self.num_calls, (None, False))
+        if error is not None and is_before:
+            raise error
+        result = super().execute(output)
+        if error is not None:
+            for request_id, token_ids in result.tokens.items():
+                del self.texts[request_id][-len(token_ids) :]
+            raise error
+        return result
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_step_that_fails_is_computed_again(error: BaseException, is_before: bool) -> None:
+    executor = FailingExecutor()
+    executor.failures = {number: (error, is_before) for number in (1, 2, 5)}
+    engine = make_engine(executor)
+    ids = [engine.add_request(range(first, first + 6), max_tokens=6) for first in (0, 10, 0)]
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    num_failed = 0
+    while engine.scheduler.has_unfinished_requests():
+        try:
+            for output in engine.step():
+                tokens[output.request_id] += output.new_token_ids
+        except (ValueError, KeyboardInterrupt):
+            num_failed += 1
+            assert not engine.scheduler.steps_under_way
+        engine.scheduler.check()
+    assert num_failed == 3
+    assert list(tokens.values()) == [list(range(first, first + 6)) for first in (6, 16, 6)]
+
+
+def test_what_a_failed_step_would_have_filled_is_no_hit() -> None:
+    executor = FailingExecutor()
+    executor.failures = {1: (ValueError("no"), True)}
+    engine = make_engine(executor)
+    engine.add_request(range(9), max_tokens=3)
+    with pytest.raises(ValueError, match="no"):
+        engine.step()
+    engine.scheduler.finish_requests(None)
+    engine.add_request(range(9), max_tokens=3, request_id="same prompt")
+    engine.step()
+    assert engine.num_hit_tokens["same prompt"] == 0
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_generate_leaves_nothing_behind_when_a_step_fails(number: int) -> None:
+    executor = FailingExecutor()
+    executor.failures = {number: (KeyboardInterrupt(), False)}
+    engine = make_engine(executor)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([range(5), range(7)], max_tokens=4)
+    assert not engine.scheduler.has_unfinished_requests()
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    assert engine.generate([range(5)], max_tokens=2) == [[5, 6]]
+
+
+def test_tokens_that_are_none_leave_the_step_to_be_computed_again(executor: CountingExecutor, engine: Engine) -> None:
+    engine.add_request(range(5), max_tokens=2, request_id="a")
+    execute = executor.execute
+    executor.execute = lambda output: StepResult({"a": ["no token"]})  # type: ignore[method-assign, list-item]
+    with pytest.raises(TypeError):
+        engine.step()
+    executor.execute = execute  # type: ignore[method-assign]
+    assert [output.new_token_ids for output in engine.step()] == [[5]]
+
+
+class OneFails(CountingExecutor):
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        tokens = super().execute(output).tokens
+        tokens.pop("bad", None)
+        return StepResult(tokens, {"bad": "its logits are not finite"})
+
+
+def test_a_request_that_can_not_be_computed_ends_alone() -> None:
+    engine = make_engine(OneFails())
+    engine.add_request(range(9), max_tokens=3, request_id="good")
+    engine.add_request(range(20, 29), max_tokens=3, request_id="bad")
+    outputs = {output.request_id: output for output in engine.step()}
+    assert (outputs["bad"].finish_reason, outputs["bad"].error) == ("error", "its logits are not finite")
+    assert outputs["good"].new_token_ids == [9]
+    assert list(engine.scheduler.requests) == ["good"]
+    engine.scheduler.finish_requests(None)
+    for name, first, num_hit_tokens in (("good again", 0, 8), ("bad again", 20, 0)):
+        engine.add_request(range(first, first + 9), max_tokens=3, request_id=name)
+        assert engine.scheduler.schedule().scheduled_new_requests[0].num_computed_tokens == num_hit_tokens, name
+        engine.scheduler.withdraw()
+        engine.scheduler.finish_requests(None)
+
+
+def test_generate_says_which_request_could_not_be_computed() -> None:
+    executor = OneFails()
+    executor.execute = lambda output: StepResult({}, dict.fromkeys(output.num_scheduled_tokens, "no memory"))  # type: ignore[method-assign]
+    engine = make_engine(executor)
+    with pytest.raises(RequestFailedError, match="no memory"):
+        engine.generate([range(5)], max_tokens=2)
+    assert not engine.scheduler.has_unfinished_requests()

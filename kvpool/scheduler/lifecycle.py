@@ -31,10 +31,10 @@ class RequestLifecycle:
     does a status change, together with the queue that the request is in and the blocks that it has; a step that is
     withdrawn sets it back (``withdrawal``).
 
-    A call has happened or has not, also where an exception ends it at any place: one of a hasher or a collector, want of
-    memory, Ctrl-C. Each call notes in ``_change`` what takes it back or completes it, before its first change, and drops
-    the note with its last one. What is noted can be run again from its start, should it be interrupted too. That holds
-    as far as the calls of the pool do: the native ones can't be interrupted, those of the twin can.
+    A call has happened or has not, also where an exception ends it at any place: one of a hasher or a collector, want
+    of memory, Ctrl-C. Each call notes in ``_change`` what takes it back or completes it, before its first change, and
+    drops the note with its last one. What is noted can be run again from its start, should it be interrupted too. That
+    holds as far as the calls of the pool do: the native ones can't be interrupted, those of the twin can.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager, config: SchedulerConfig | None = None) -> None:
@@ -121,8 +121,8 @@ class RequestLifecycle:
     ) -> list[Request]:
         """Ends requests from outside, whatever they are doing: by default an abort.
 
-        Their blocks are free when the call returns. Tokens of a step that is under way are dropped when they come. After
-        an error (FINISHED_ERROR), what nobody else uses of its cached blocks can't be hit any more.
+        Their blocks are free when the call returns. Tokens of a step that is under way are dropped when they come.
+        After an error (FINISHED_ERROR), what nobody else uses of its cached blocks can't be hit any more.
 
         Args:
             request_ids: one id, several, or None for all; unknown and finished ones are skipped.

@@ -56,8 +56,8 @@ class CachedRequestData(msgspec.Struct, gc=False):
 
     Attributes:
         request_ids: those that were running first, then the resumed ones.
-        resumed: whether the request comes back from a preemption or a withdrawn step, and ``new_block_ids`` replaces its
-            block table.
+        resumed: whether the request comes back from a preemption or a withdrawn step, and ``new_block_ids`` replaces
+            its block table.
         new_block_ids: per KV cache group, to append to the block table (or to replace it); None: nothing new.
         num_computed_tokens: tokens computed before this step; the next position to compute.
         num_output_tokens: tokens generated before this step.

@@ -61,10 +61,11 @@ Steps may overlap: ``schedule()`` can be called again before the tokens of earli
 the order of the steps. A request that was preempted or aborted meanwhile is taken care of. A scheduler is for one
 thread at a time.
 
-A step that fails is taken back by ``withdraw()``: its blocks were findable from the start, and nobody has computed them.
-A call that is ended by an exception, also by Ctrl-C in the middle of it, has happened or has not. (Over the native pool;
-the twin's calls can be interrupted half-way.) A scheduler owns its manager's blocks: what is left of an interrupted call
-is found by counting, so that a reference of somebody else's to a block in use would be taken for one that is lost.
+A step that fails is taken back by ``withdraw()``: its blocks were findable from the start, and nobody has computed
+them. A call that is ended by an exception, also by Ctrl-C in the middle of it, has happened or has not. (Over the
+native pool; the twin's calls can be interrupted half-way.) A scheduler owns its manager's blocks: what is left of an
+interrupted call is found by counting, so that a reference of somebody else's to a block in use would be taken for one
+that is lost.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class Scheduler(StepWithdrawal):
         """Puts the next step together and takes the blocks for it.
 
         O(running requests + admitted requests + their blocks). Nothing to do is a step without tokens, which needs no
-        ``update_from_output``. Where its tokens won't come, ``withdraw`` it. After an exception there is no step, but who
-        was preempted for it waits.
+        ``update_from_output``. Where its tokens won't come, ``withdraw`` it. After an exception there is no step, but
+        who was preempted for it waits.
         """
         self._settle()
         under_way = StepUnderWay(replace(self._counts))
@@ -347,8 +348,8 @@ class Scheduler(StepWithdrawal):
             sampled_token_ids: by request id, for ``sampled_request_ids``; one token each, or more if the caller knows
                 what follows (they are computed in the next steps). Nothing is needed for requests that were aborted
                 meanwhile.
-            errors: by request id, why a request of the step could not be computed. It ends with this text; cached blocks
-                that it alone uses can't be hit any more, as nobody knows what is in them.
+            errors: by request id, why a request of the step could not be computed. It ends with this text; cached
+                blocks that it alone uses can't be hit any more, as nobody knows what is in them.
 
         Returns:
             The new tokens of each request, in the order of the step.

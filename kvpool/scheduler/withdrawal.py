@@ -39,8 +39,8 @@ class StepWithdrawal(RequestLifecycle):
         tells workers whole block tables.
 
         What a step gave up stays given up, as workers may have written over it: evicted blocks, and the blocks of
-        preempted requests, which wait. Where layers keep Mamba states, the step's requests are preempted as well. Counts
-        of the manager's look-ups stay.
+        preempted requests, which wait. Where layers keep Mamba states, the step's requests are preempted as well.
+        Counts of the manager's look-ups stay.
 
         Args:
             scheduler_output: the step, as ``schedule()`` returned it or a decoded copy; None: all that are under way.

@@ -9,12 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvpool.block_hasher import BlockHasher
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.kv_cache_manager import KVCacheManager
 from kvpool.kv_cache_spec import KVCacheConfig
 from kvpool.request import Request
 from kvpool.sampling_params import SamplingParams
 from kvpool.scheduler import RequestOutput, Scheduler, SchedulerConfig, SchedulerOutput, StepResult
+
+
+class RequestFailedError(KvpoolError, RuntimeError):
+    """A request could not be computed; the message has the reason."""
 
 
 class Executor(Protocol):
@@ -97,16 +101,27 @@ class Engine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step; the new tokens of each request that got one."""
-        output = self.scheduler.schedule()
-        if not output.num_scheduled_tokens and self.scheduler.has_unfinished_requests():
-            raise RuntimeError(f"step {output.step} has no tokens, but there are requests that wait")
-        for new in output.scheduled_new_requests:
-            self.num_hit_tokens[new.request_id] = new.num_computed_tokens
-        result = self._executor.execute(output)
-        for request_id, reason in result.errors.items():
-            raise RuntimeError(f"request {request_id!r}: {reason}")
-        return self.scheduler.update_from_output(output, result.tokens)
+        """Computes one step; the new tokens of each request that got one, and why a request could not be computed.
+
+        After any exception, of the executor or by Ctrl-C, the step is withdrawn: the next call computes it again,
+        unless ``scheduler.finish_requests`` ends its requests before. Whether the executor is of use then, it says
+        itself.
+        """
+        output = None
+        try:
+            output = self.scheduler.schedule()
+            if not output.num_scheduled_tokens and self.scheduler.has_unfinished_requests():
+                raise RuntimeError(f"step {output.step} has no tokens, but there are requests that wait")
+            for new in output.scheduled_new_requests:
+                self.num_hit_tokens[new.request_id] = new.num_computed_tokens
+            result = self._executor.execute(output)
+            return self.scheduler.update_from_output(output, result.tokens, result.errors)
+        except BaseException:
+            if self.scheduler.steps_under_way:
+                self.scheduler.withdraw()
+            elif output is not None and not output.num_scheduled_tokens:
+                self.scheduler.withdraw(output)
+            raise
 
     def generate(
         self,
@@ -119,7 +134,8 @@ class Engine:
         """The generated tokens of each prompt. Nothing else may be queued.
 
         Raises:
-            InvalidArgumentError: other requests are unfinished, or see ``add_request``; nothing has been queued.
+            InvalidArgumentError: other requests are unfinished, or see ``add_request``.
+            RequestFailedError: a prompt could not be computed. After this and any other exception nothing is queued.
         """
         if self.scheduler.has_unfinished_requests():
             raise InvalidArgumentError(f"{len(self.scheduler.requests)} requests are unfinished")
@@ -130,12 +146,14 @@ class Engine:
                     prompt, max_tokens=max_tokens, sampling_params=sampling_params, stop_token_ids=stop_token_ids
                 )
                 tokens[request_id] = []
-        except Exception:
+            while self.scheduler.has_unfinished_requests():
+                for output in self.step():
+                    if output.error is not None:
+                        raise RequestFailedError(f"request {output.request_id!r}: {output.error}")
+                    tokens[output.request_id] += output.new_token_ids
+        except BaseException:
             self.scheduler.finish_requests(None)
             raise
-        while self.scheduler.has_unfinished_requests():
-            for output in self.step():
-                tokens[output.request_id] += output.new_token_ids
         return list(tokens.values())
 
     def close(self) -> None:
