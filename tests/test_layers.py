@@ -18,7 +18,8 @@ CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
     ["errors", "_version", "request_status", "token_ids"],
-    ["sampling_params", "environment"],
+    ["arguments", "environment", "curve", "event_replay", "peer_limits"],
+    ["sampling_params"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus", "curve", "event_replay", "peer_limits"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],
@@ -36,6 +37,7 @@ LAYERS = [
     ["managers"],
     ["coordinator"],
     ["allocation_checks", "kv_cache_queries"],
+    ["kv_cache_withdrawal"],
     ["_manager_operations"],
     ["reference.kv_cache_manager"],
     ["kv_cache_manager"],
