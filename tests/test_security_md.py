@@ -1,0 +1,75 @@
+"""The figures and names in SECURITY.md are those of the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import curve, event_publisher, event_replay, event_sockets, peer_limits
+from kvpool.curve import KEYS_VARIABLE
+from kvpool.event_publisher import KVEventsConfig, ZmqEventPublisher
+from kvpool.events import USE_INT_BLOCK_HASHES_VARIABLE
+
+TEXT = (Path(__file__).resolve().parents[1] / "SECURITY.md").read_text(encoding="utf-8")
+ROWS = dict(re.findall(r"^\| ([a-z][^|]+) \| ([^|]+) \|", TEXT, re.MULTILINE))
+MIB, KIB = 2**20, 2**10
+
+
+@pytest.mark.parametrize(
+    ("row", "figures"),
+    [
+        ("connections of a socket", [KVEventsConfig().max_peers]),
+        ("handshake", [curve.HANDSHAKE_SECONDS]),
+        ("frame from a peer", [event_sockets.MAX_REQUEST_BYTES]),
+        (
+            "bytes from a peer",
+            [peer_limits.DEFAULT_BURST_BYTES // KIB, peer_limits.DEFAULT_BYTES_PER_SECOND // KIB],
+        ),
+        ("batches that wait for one subscriber", [event_publisher.DEFAULT_HWM]),
+        ("bytes that wait for one subscriber", [event_publisher.DEFAULT_MAX_BUFFERED_BYTES // MIB]),
+        (
+            "batches remembered for replays",
+            [event_publisher.DEFAULT_BUFFER_STEPS, event_publisher.DEFAULT_MAX_BUFFERED_BYTES // MIB],
+        ),
+        (
+            "replay requests that wait",
+            [event_replay.MAX_WAITING_REQUESTS, event_replay.MAX_WAITING_REQUESTS_PER_CLIENT],
+        ),
+        ("replay that is not fetched", [event_replay.STALL_SECONDS]),
+        ("batches that wait for the thread", [event_publisher.DEFAULT_MAX_QUEUE_SIZE]),
+    ],
+)
+def test_limits_are_those_of_the_code(row: str, figures: list[float]) -> None:
+    assert [int(figure.replace(",", "")) for figure in re.findall(r"\d[\d,]*", ROWS[row])] == figures
+
+
+def test_messages_of_workers_are_bounded_as_told() -> None:
+    pytest.importorskip("zmq")
+    from kvpool.worker import link, messages
+
+    told = re.search(r"at most (\d+) MiB, in frames of (\d+) KiB", TEXT)
+    assert told is not None
+    assert (int(told[1]) * MIB, int(told[2]) * KIB) == (messages.MAX_MESSAGE_BYTES, link.FRAME_BYTES)
+
+
+def test_names_are_those_of_the_code() -> None:
+    for name in (KEYS_VARIABLE, USE_INT_BLOCK_HASHES_VARIABLE, "insecure=True", "kvpool keygen"):
+        assert name in TEXT
+    for name in re.findall(r"`(?:ZmqEventPublisher)?\.([a-z_]+)`", TEXT):
+        instance_names = inspect.getsource(ZmqEventPublisher)
+        assert hasattr(ZmqEventPublisher, name) or f"self.{name} =" in instance_names, name
+    parameters = inspect.signature(ZmqEventPublisher).parameters
+    for name in ("max_peers", "hwm", "max_buffered_bytes", "buffer_steps", "max_queue_size", "keys", "insecure"):
+        assert name in parameters and (name in ("keys", "insecure") or f"`{name}`" in TEXT)
+
+
+def test_events_disclose_what_is_told() -> None:
+    from kvpool.events import BlockStored
+
+    fields: dict[str, Any] = dict.fromkeys(BlockStored.__struct_fields__)
+    for field in ("token_ids", "block_hashes", "session_id", "lora_name", "lora_id", "extra_keys"):
+        assert field in fields
