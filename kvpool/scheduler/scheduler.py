@@ -383,6 +383,7 @@ class Scheduler(StepWithdrawal):
                     ended.append((request, status))
                     output.finish_reason = _FINISH_REASONS[status]
                     output.stop_token_id = token_ids[-1] if status is RequestStatus.FINISHED_STOPPED else None
+            self._last_taken_step = step.number
             if errors:
                 self._fail(step, errors, ended, outputs)
             if ended:
@@ -410,6 +411,7 @@ class Scheduler(StepWithdrawal):
 
     def _take_back_tokens_of(self, step: StepUnderWay, num_outputs: int) -> None:
         """As if the step's tokens had not come."""
+        self._last_taken_step = step.number - 1
         del self._undelivered[num_outputs:]
         if not self.steps_under_way or self.steps_under_way[0] is not step:
             self.steps_under_way.appendleft(step)

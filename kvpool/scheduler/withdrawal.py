@@ -29,6 +29,7 @@ class StepWithdrawal(RequestLifecycle):
     def __init__(self, kv_cache_manager: KVCacheManager, config: SchedulerConfig | None = None) -> None:
         super().__init__(kv_cache_manager, config)
         self._step_number = 0
+        self._last_taken_step = 0  # the step whose tokens came last
 
     def withdraw(self, scheduler_output: SchedulerOutput | None = None) -> list[str]:
         """Takes back a step whose tokens will not come, and the steps after it. O(requests + blocks of the steps).
@@ -38,12 +39,13 @@ class StepWithdrawal(RequestLifecycle):
         so no more; it doesn't matter whether workers have executed all of it, a part, or nothing. The next message
         tells workers whole block tables.
 
-        What a step gave up stays given up, as workers may have written over it: evicted blocks, and the blocks of
-        preempted requests, which wait. Where layers keep Mamba states, the step's requests are preempted as well.
-        Counts of the manager's look-ups stay.
+        What a step gave up stays given up, as workers may have written over it: evicted blocks, those outside of
+        windows, and the blocks of preempted requests, which wait. Where layers keep Mamba states, the step's requests
+        are preempted as well. Counts of the manager's look-ups stay.
 
         Args:
-            scheduler_output: the step, as ``schedule()`` returned it or a decoded copy; None: all that are under way.
+            scheduler_output: the step, as ``schedule()`` returned it or a decoded copy, also one without tokens, whose
+                news workers may have missed; None: all that are under way.
 
         Returns:
             The ids of the unfinished requests of these steps.
@@ -52,11 +54,11 @@ class StepWithdrawal(RequestLifecycle):
             InvalidArgumentError: the step is not under way: its tokens were taken, or it was withdrawn.
         """
         self._settle()
-        if scheduler_output is not None and not scheduler_output.num_scheduled_tokens:
-            return self._withdraw_news(scheduler_output)
         first = 0 if scheduler_output is None else scheduler_output.step
+        has_tokens = scheduler_output is None or bool(scheduler_output.num_scheduled_tokens)
         numbers = [step.number for step in self.steps_under_way]
-        if scheduler_output is not None and first not in numbers:
+        is_possible = first in numbers if has_tokens else self._last_taken_step < first <= self._step_number
+        if scheduler_output is not None and not is_possible:
             raise InvalidArgumentError(f"step {first} is not under way; these are: {numbers}")
         ids = [
             request.request_id
@@ -74,15 +76,10 @@ class StepWithdrawal(RequestLifecycle):
         except BaseException:
             self._settle()
             raise
+        if scheduler_output is not None and not has_tokens:  # it has told workers who is gone, no more
+            told = News(list(scheduler_output.finished_request_ids), list(scheduler_output.preempted_request_ids))
+            self._news = told.joined_with(self._news)
         return list(dict.fromkeys(ids))
-
-    def _withdraw_news(self, scheduler_output: SchedulerOutput) -> list[str]:
-        """A step without tokens has told workers who is gone, no more. An older one would name ids that are back."""
-        if scheduler_output.step != self._step_number:
-            raise InvalidArgumentError(f"step {scheduler_output.step} has no tokens, and is not the last one")
-        told = News(list(scheduler_output.finished_request_ids), list(scheduler_output.preempted_request_ids))
-        self._news = told.joined_with(self._news)
-        return []
 
     def _take_back_last(self, step: StepUnderWay) -> None:
         if self.steps_under_way and self.steps_under_way[-1] is step:
