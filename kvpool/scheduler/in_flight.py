@@ -116,7 +116,7 @@ def read_sampled_tokens(
             token_ids = [index(token_id) for token_id in given]
         if unfinished.get(request_id) is not request:
             token_ids = None
-        elif request_id in errors:
+        elif errors and request_id in errors:
             if token_ids:
                 raise InvalidArgumentError(f"sampled tokens and an error for request {request_id!r}")
         elif is_sampled and not token_ids:

@@ -278,6 +278,12 @@ class Scheduler(StepWithdrawal):
         under_way.num_tokens = list(step.num_scheduled_tokens.values())
         news = under_way.news = self._news
         self._news = News()
+        # Where all ran before, the message has the counts already.
+        under_way.num_computed_tokens = (
+            [request.num_computed_tokens for request in under_way.requests]
+            if step.new or step.resumed
+            else list(cached.num_computed_tokens)
+        )
         sampled_request_ids = self._start_computing(step)
         copies = self._take_block_copies()
         under_way.copied_block_ids = [target for _, target in copies]
@@ -321,7 +327,6 @@ class Scheduler(StepWithdrawal):
         """Counts the scheduled tokens as computed and under way; returns the ids of the requests to sample."""
         under_way = step.under_way
         requests, num_scheduled, is_sampled = under_way.requests, under_way.num_tokens, under_way.is_sampled
-        under_way.num_computed_tokens = [request.num_computed_tokens for request in requests]
         for request, num_tokens in zip(requests, num_scheduled):
             num_computed_tokens = request.num_computed_tokens + num_tokens
             request.num_computed_tokens = num_computed_tokens
