@@ -59,7 +59,9 @@ def test_messages_of_workers_are_bounded_as_told() -> None:
 def test_names_are_those_of_the_code() -> None:
     for name in (KEYS_VARIABLE, USE_INT_BLOCK_HASHES_VARIABLE, "insecure=True", "kvpool keygen"):
         assert name in TEXT
-    for name in re.findall(r"`(?:ZmqEventPublisher)?\.([a-z_]+)`", TEXT):
+    counters = re.findall(r"`(?:ZmqEventPublisher)?\.([a-z_]+)`", TEXT.partition("## Limits")[2])
+    assert len(counters) == 5
+    for name in counters:
         instance_names = inspect.getsource(ZmqEventPublisher)
         assert hasattr(ZmqEventPublisher, name) or f"self.{name} =" in instance_names, name
     parameters = inspect.signature(ZmqEventPublisher).parameters
