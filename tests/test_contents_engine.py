@@ -14,6 +14,7 @@ from test_contents_scheduler import MANAGER_OPTIONS, MAX_MODEL_LEN, NUM_BLOCKS, 
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.scheduler import RequestTooLargeError, SchedulerConfig
 from kvpool.worker.engine import Engine
+from kvpool.worker.executor import ExecutorLimits
 
 NUM_SEEDS = max(4, int(os.environ.get("KVPOOL_CONTENTS_SEEDS", "20")) // 4)  # per cache
 
@@ -28,6 +29,7 @@ class EngineHistory:
         groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
         hash_block_size = MANAGER_OPTIONS.get(cache, {}).get("hash_block_size")
         self.worker = MessageWorker(specs)
+        self.worker.limits = ExecutorLimits(50, MAX_MODEL_LEN, 10, 40, num_blocks)  # type: ignore[attr-defined]
         self.engine = Engine(
             KVCacheConfig(num_blocks, groups, hash_block_size=hash_block_size),
             self.worker,

@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvpool"
 CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
-    ["errors", "_version", "request_status", "token_ids"],
-    ["arguments", "environment", "curve", "event_replay", "peer_limits"],
+    ["errors", "_version", "request_status", "token_ids", "shown"],
+    ["arguments", "json_lines", "environment", "curve", "event_replay", "peer_limits"],
     ["sampling_params"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus", "curve", "event_replay", "peer_limits"],

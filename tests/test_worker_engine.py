@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import count, repeat
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from conftest import BACKEND_NAMES
+from hostile_values import HUGE, INTEGERS, NO_INTEGERS, Index
+from scheduler_runs import STACKS
 
 from kvpool import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvpool.errors import InvalidArgumentError
 from kvpool.sampling_params import SamplingParams
 from kvpool.scheduler import RequestTooLargeError, SchedulerConfig, SchedulerOutput, StepResult
-from kvpool.worker.engine import Engine, RequestFailedError
+from kvpool.worker import engine as engine_module
+from kvpool.worker.engine import MAX_REQUEST_ID_LENGTH, Engine, RequestFailedError
+from kvpool.worker.executor import ExecutorLimits
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 20
+LIMITS = {
+    "vocab_size": 1000,
+    "max_model_len": 40,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 2048,
+    "num_blocks": NUM_BLOCKS,
+}
 
 
 class CountingExecutor:
     """Continues a text with the number behind its last; keeps what it was told, as a worker would."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: int) -> None:
+        self.limits = ExecutorLimits(**{**LIMITS, **limits})
         self.texts: dict[str, list[int]] = {}
         self.num_computed = 0
         self.params: dict[str, SamplingParams | None] = {}
@@ -39,10 +57,20 @@ class CountingExecutor:
         self.num_closed += 1
 
 
-def make_engine(executor: CountingExecutor, **options: object) -> Engine:
+def make_engine(executor: CountingExecutor, num_blocks: int = NUM_BLOCKS, **options: Any) -> Engine:
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
-    config = KVCacheConfig(NUM_BLOCKS, [KVCacheGroupSpec(["layer"], spec)])
-    return Engine(config, executor, max_model_len=40, **options)  # type: ignore[arg-type]
+    config = KVCacheConfig(num_blocks, [KVCacheGroupSpec(["layer"], spec)])
+    return Engine(config, executor, **{"max_model_len": 40, **options})
+
+
+@pytest.fixture(params=BACKEND_NAMES, autouse=True)
+def stack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The halves of kvpool in turn."""
+    stack = STACKS[request.param]
+    monkeypatch.setattr(engine_module, "KVCacheManager", stack.make_manager)
+    for name in ("Request", "BlockHasher"):
+        monkeypatch.setattr(engine_module, name, getattr(stack, name))
+    return stack
 
 
 @pytest.fixture
@@ -68,20 +96,29 @@ def test_a_stop_token_ends_a_text_and_belongs_to_it(engine: Engine) -> None:
     assert engine.generate([[5], [100]], max_tokens=4, stop_token_ids=[7]) == [[6, 7], [101, 102, 103, 104]]
 
 
+def run(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], int]]:
+    """For each prompt its tokens, and how many of the prompt were cached."""
+    tokens: dict[str, list[int]] = {engine.add_request(prompt, max_tokens=max_tokens): [] for prompt in prompts}
+    num_cached = {}
+    while engine.scheduler.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+            assert num_cached.setdefault(output.request_id, output.num_cached_tokens) == output.num_cached_tokens
+    return [(tokens[request_id], num_cached[request_id]) for request_id in tokens]
+
+
 @pytest.mark.parametrize("max_num_batched_tokens", [2, 7, 100])
 def test_a_shared_prefix_is_computed_once(executor: CountingExecutor, max_num_batched_tokens: int) -> None:
     engine = make_engine(executor, scheduler_config=SchedulerConfig(max_num_batched_tokens))
     shared = list(range(8))
     prompts = [[*shared, 50], [*shared, 60], [*shared, 70]]
-    assert engine.generate(prompts, max_tokens=2) == [[51, 52], [61, 62], [71, 72]]
-    assert sorted(engine.num_hit_tokens.values()) == [0, 8, 8]
+    assert run(engine, prompts, 2) == [([51, 52], 0), ([61, 62], 8), ([71, 72], 8)]
     assert executor.num_computed == 8 + 3 * 2  # the prefix, then what each has of its own but for the last token
 
 
 def test_without_caching_nothing_is_hit(executor: CountingExecutor) -> None:
     engine = make_engine(executor, enable_caching=False)
-    engine.generate([list(range(9))] * 2, max_tokens=1)
-    assert list(engine.num_hit_tokens.values()) == [0, 0]
+    assert run(engine, [list(range(9))] * 2, 1) == [([9], 0)] * 2
 
 
 def test_preempted_texts_come_out_the_same(engine: Engine) -> None:
@@ -95,10 +132,10 @@ def test_requests_have_ids_and_params_of_their_own(engine: Engine, executor: Cou
     params = SamplingParams(temperature=0.5, seed=3)
     ids = [engine.add_request([1], max_tokens=1, sampling_params=params), engine.add_request([1], max_tokens=1)]
     ids.append(engine.add_request([1], max_tokens=1, request_id="mine"))
-    assert ids == ["0", "1", "mine"]
+    assert len(set(ids)) == 3 and ids[2] == "mine"
     outputs = engine.step()
     assert [(output.request_id, output.new_token_ids) for output in outputs] == [(name, [2]) for name in ids]
-    assert executor.params == {"0": params, "1": None, "mine": None}
+    assert executor.params == dict(zip(ids, (params, None, None)))
 
 
 def test_a_prompt_that_is_refused_leaves_nothing_queued(engine: Engine) -> None:
@@ -116,6 +153,183 @@ def test_a_prompt_that_never_fits_is_refused(executor: CountingExecutor) -> None
     config = KVCacheConfig(4, [KVCacheGroupSpec(["layer"], spec)])
     with pytest.raises(RequestTooLargeError):
         Engine(config, executor, max_model_len=40).generate([[1] * 20], max_tokens=5)
+
+
+# ---- what is refused at the door ----
+
+
+def state_of(engine: Engine) -> Any:
+    """What a refused call must leave alone."""
+    scheduler = engine.scheduler
+    scheduler.check()
+    pool = scheduler.kv_cache_manager.block_pool
+    queues = [[request.request_id for request in queue] for queue in (scheduler.waiting, scheduler.running)]
+    return list(scheduler.requests), queues, pool.get_num_free_blocks(), scheduler.make_stats()
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"])
+def test_a_scheduler_that_may_ask_for_too_much_is_refused_with_both_numbers(name: str) -> None:
+    executor = CountingExecutor(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=16, num_blocks=12)
+    fitting = {"max_model_len": 32, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 12}
+
+    def start(**changes: int) -> Engine:
+        wanted = {**fitting, **changes}
+        config = SchedulerConfig(wanted.pop("max_num_batched_tokens"), wanted.pop("max_num_seqs"))
+        return make_engine(executor, scheduler_config=config, **wanted)
+
+    for smaller in (fitting[name], fitting[name] - 1):
+        assert start(**{name: smaller}).generate([[1, 2]], max_tokens=2) == [[3, 4]]
+    words = f"the scheduler's {name} is {fitting[name] + 1}, and the executor's is {fitting[name]}"
+    with pytest.raises(InvalidArgumentError, match=words):
+        start(**{name: fitting[name] + 1})
+
+
+def test_without_a_configuration_steps_are_as_large_as_the_executor_takes() -> None:
+    engine = make_engine(CountingExecutor(max_num_seqs=3, max_num_batched_tokens=16))
+    assert (engine.scheduler.config.max_num_seqs, engine.scheduler.config.max_num_batched_tokens) == (3, 16)
+
+
+OUTSIDE = [-1, 1000, 1001, np.int64(1000), np.int64(-1), Index(1000), 2**31, 2**63, 2**64, *HUGE]
+
+
+@pytest.mark.parametrize("place", ["prompt_token_ids", "stop_token_ids"])
+def test_a_token_outside_the_vocabulary_is_refused_when_it_is_added(
+    engine: Engine, executor: CountingExecutor, place: str
+) -> None:
+    engine.add_request([1, 2], max_tokens=3, request_id="neighbour")
+    engine.step()
+    before = state_of(engine)
+    for value in OUTSIDE:
+        for tokens in ([value], [0, value, 999], (999, value)):
+            arguments: dict[str, Any] = {"prompt_token_ids": [1], "max_tokens": 2, place: tokens}
+            with pytest.raises(InvalidArgumentError, match="in a vocabulary of 1000") as caught:
+                engine.add_request(**arguments)
+            assert len(str(caught.value)) < 200
+            prompts = [[1], arguments["prompt_token_ids"]]
+            with pytest.raises(InvalidArgumentError):
+                engine.generate(prompts, max_tokens=2, stop_token_ids=arguments.get("stop_token_ids", ()))
+    assert state_of(engine) == before
+    assert [output.new_token_ids for output in engine.step()] == [[4]]
+    engine.add_request([0, 998], max_tokens=1, stop_token_ids=[0, 999], request_id="ends")
+    assert [(o.request_id, o.finish_reason, o.stop_token_id) for o in engine.step()] == [
+        ("neighbour", "length", None), ("ends", "stop", 999),
+    ]  # fmt: skip
+
+
+def test_stop_tokens_of_the_configuration_are_in_the_vocabulary(executor: CountingExecutor) -> None:
+    make_engine(executor, scheduler_config=SchedulerConfig(stop_token_ids=frozenset([0, 999])))
+    for wrong in (-1, 1000):
+        with pytest.raises(InvalidArgumentError, match=f"stop_token_ids: token {wrong}, in a vocabulary of 1000"):
+            make_engine(executor, scheduler_config=SchedulerConfig(stop_token_ids=frozenset([wrong])))
+
+
+@pytest.mark.parametrize("value", INTEGERS, ids=lambda value: type(value).__name__)
+def test_numbers_of_all_types_are_plain_for_workers(engine: Engine, executor: CountingExecutor, value: Any) -> None:
+    engine.add_request([value, 5], max_tokens=value, stop_token_ids=[value, 7], request_id="r")
+    assert [output.finish_reason for _ in range(2) for output in engine.step()] == [None, "stop"]
+    assert executor.texts["r"] == [3, 5, 6, 7] and {type(token) for token in executor.texts["r"]} == {int}
+    assert make_engine(CountingExecutor(), max_model_len=value).scheduler.max_model_len == 3
+
+
+def test_arguments_of_wrong_types_are_refused_by_name(engine: Engine) -> None:
+    engine.add_request([1, 2], max_tokens=3, request_id="neighbour")
+    engine.step()
+    before = state_of(engine)
+    fine: dict[str, Any] = {"prompt_token_ids": [1], "max_tokens": 2}
+    refused = [("max_tokens", value, "max_tokens is an integer, not ") for value in [*NO_INTEGERS, None]]
+    refused += [("sampling_params", value, "sampling_params are") for value in ("x", {}, 1)]
+    refused += [("request_id", value, "request_id is a str") for value in (5, b"x", ["x"], ("x",))]
+    for name in ("prompt_token_ids", "stop_token_ids"):
+        refused += [(name, value, "token ids are integers in a seq") for value in ("12", {1: 2}, 7, None, 0.5)]
+        refused += [(name, [1, value], "a token id is an integer, not ") for value in [*NO_INTEGERS, None]]
+    for name, value, words in refused:
+        with pytest.raises(TypeError, match=words) as caught:
+            engine.add_request(**{**fine, name: value})
+        assert len(str(caught.value)) < 300
+    for max_tokens in (0, -1, -HUGE[0], HUGE[3]):
+        with pytest.raises(InvalidArgumentError, match="max_tokens is at least 1, not "):
+            engine.add_request([1], max_tokens=max_tokens)
+    for request_id, words in (("\ud800", "can't be encoded"), ("neighbour", "there is an unfinished request")):
+        with pytest.raises(InvalidArgumentError, match=words):
+            engine.add_request(**fine, request_id=request_id)
+    with pytest.raises(InvalidArgumentError, match=f"request_id has {MAX_REQUEST_ID_LENGTH + 1} characters"):
+        engine.add_request(**fine, request_id="x" * (MAX_REQUEST_ID_LENGTH + 1))
+    assert state_of(engine) == before
+
+
+def test_max_tokens_may_be_huge_and_of_a_small_type(engine: Engine) -> None:
+    for value in (np.uint8(255), HUGE[0], HUGE[2]):
+        engine.add_request([5] * 10, max_tokens=value)
+        outputs = [output for _ in range(30) for output in engine.step()]
+        assert outputs[-1].finish_reason == "length" and len(outputs) == 30  # up to max_model_len
+
+
+def test_iterators_without_an_end_are_refused(engine: Engine) -> None:
+    before = state_of(engine)
+    with pytest.raises(InvalidArgumentError, match="41 prompt tokens"):
+        engine.add_request(repeat(1), max_tokens=2)  # type: ignore[arg-type]
+    for endless in (repeat(1), count()):
+        with pytest.raises(InvalidArgumentError, match="more stop_token_ids than the 1000 tokens"):
+            engine.add_request([1], max_tokens=2, stop_token_ids=endless)
+    assert state_of(engine) == before
+
+
+def test_a_value_that_comes_back_to_the_engine(engine: Engine) -> None:
+    """Its code runs before anything is decided: what it adds is there, and the call that it came from works on that."""
+
+    class Adding:
+        def __index__(self) -> int:
+            engine.add_request([7], max_tokens=1, request_id=f"inner {len(engine.scheduler.requests)}")
+            return 3
+
+    engine.add_request([Adding()], max_tokens=Adding(), stop_token_ids=[Adding()], request_id="outer")  # type: ignore[list-item,arg-type]
+    assert list(engine.scheduler.requests) == ["inner 0", "inner 1", "inner 2", "outer"]
+    with pytest.raises(InvalidArgumentError, match="'inner 4'"):
+        engine.add_request([Adding()], max_tokens=1, request_id="inner 4")  # type: ignore[list-item]
+    engine.step()
+    before = len(engine.scheduler.requests)
+    with pytest.raises(InvalidArgumentError, match=f"{before + 1} requests are unfinished"):
+        engine.generate([[Adding()]], max_tokens=1)  # type: ignore[list-item]
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+
+
+def test_ids_are_made_up_that_callers_do_not_have(engine: Engine) -> None:
+    """Whichever comes first, the caller's id or the engine's; also for callers that know how ids are made up."""
+    for number in range(5):
+        engine.add_request([1], max_tokens=2, request_id=str(number))
+    first = engine.add_request([1], max_tokens=2)
+    prefix, _, number_text = first.rpartition("-")
+    assert re.fullmatch("[0-9a-f]{8}", prefix)
+    taken = [engine.add_request([1], max_tokens=2, request_id=f"{prefix}-{int(number_text) + i}") for i in (1, 2, 4)]
+    made_up = [engine.add_request([1], max_tokens=2) for _ in range(4)]
+    assert not {*made_up} & {first, *taken} and len(set(made_up)) == 4
+    other = make_engine(CountingExecutor())
+    assert other.add_request([1], max_tokens=2).rpartition("-")[0] != prefix
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    assert engine.add_request([1], max_tokens=1, request_id=first) == first  # a finished one's may be used again
+    engine.step()
+
+
+def test_nothing_is_kept_of_finished_requests(engine: Engine) -> None:
+    def entries() -> int:
+        owners = (engine, engine.scheduler, engine.scheduler.kv_cache_manager, *managers)
+        return sum(len(v) for owner in owners for v in vars(owner).values() if isinstance(v, (dict, list, set)))
+
+    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    counts = []
+    for _ in range(3):
+        for number in range(40):
+            request_id = engine.add_request([1, 2, 3, 4, number], max_tokens=3, stop_token_ids=[8])
+            if number % 3 == 0:
+                engine.step()
+                engine.scheduler.finish_requests(request_id)
+        while engine.scheduler.has_unfinished_requests():
+            engine.step()
+        engine.scheduler.schedule()  # tells workers of the last ones
+        counts.append(entries())
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_generate_wants_the_engine_for_itself(engine: Engine) -> None:
@@ -184,8 +398,7 @@ def test_what_a_failed_step_would_have_filled_is_no_hit() -> None:
         engine.step()
     engine.scheduler.finish_requests(None)
     engine.add_request(range(9), max_tokens=3, request_id="same prompt")
-    engine.step()
-    assert engine.num_hit_tokens["same prompt"] == 0
+    assert [output.num_cached_tokens for output in engine.step()] == [0]
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -233,10 +446,21 @@ def test_a_request_that_can_not_be_computed_ends_alone() -> None:
         engine.scheduler.finish_requests(None)
 
 
-def test_generate_says_which_request_could_not_be_computed() -> None:
-    executor = OneFails()
-    executor.execute = lambda output: StepResult({}, dict.fromkeys(output.num_scheduled_tokens, "no memory"))  # type: ignore[method-assign]
-    engine = make_engine(executor)
-    with pytest.raises(RequestFailedError, match="no memory"):
-        engine.generate([range(5)], max_tokens=2)
+def test_generate_says_which_prompts_could_not_be_computed_and_computes_the_others() -> None:
+    class ThirtiesFail(CountingExecutor):
+        def execute(self, output: SchedulerOutput) -> StepResult:
+            tokens = super().execute(output).tokens
+            errors = {request_id: f"no {token}" for request_id, (token,) in tokens.items() if token in range(30, 40)}
+            return StepResult({name: ids for name, ids in tokens.items() if name not in errors}, errors)
+
+    engine = make_engine(ThirtiesFail())
+    with pytest.raises(RequestFailedError, match="prompt 2: no 31; 2 of 4 prompts failed") as caught:
+        engine.generate([[5], [26, 27], [29, 30], [100] * 5], max_tokens=4)
+    assert caught.value.errors == {2: "no 31", 1: "no 30"}
+    assert caught.value.tokens == [[6, 7, 8, 9], [28, 29], [], [101, 102, 103, 104]]
     assert not engine.scheduler.has_unfinished_requests()
+    with pytest.raises(RequestFailedError, match=r"^prompt 0: no 30$"):
+        engine.generate([[29]], max_tokens=1)
+    assert engine.generate([[5]], max_tokens=2) == [[6, 7]]
+    engine.scheduler.check()
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1

@@ -19,7 +19,7 @@ from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, ceil_div
 from kvpool.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
-    from kvpool.worker.engine import Executor
+    from kvpool.worker.executor import Executor
     from kvpool.worker.transformers_model import TransformersModel
 
 START_SECONDS = 600.0
@@ -129,6 +129,7 @@ class GenerateSession:
         number_of = {request_id: number for number, request_id in enumerate(ids)}
         tokens: list[list[int]] = [[] for _ in ids]
         first_token_seconds = [0.0] * len(ids)
+        num_hit_tokens = [0] * len(ids)
         start = time.perf_counter()
         while engine.scheduler.has_unfinished_requests():
             outputs = engine.step()
@@ -138,13 +139,14 @@ class GenerateSession:
                 if not tokens[number]:
                     first_token_seconds[number] = now
                 tokens[number] += output.new_token_ids
+                num_hit_tokens[number] = output.num_cached_tokens
                 on_tokens(number, output.new_token_ids, output.finish_reason is not None)
         seconds = time.perf_counter() - start
         stats, pool = engine.scheduler.make_stats(), engine.scheduler.kv_cache_manager.block_pool
         return GenerateReport(
             tokens=tokens,
             num_prompt_tokens=[len(prompt) for prompt in self.prompts],
-            num_hit_tokens=[engine.num_hit_tokens[request_id] for request_id in ids],
+            num_hit_tokens=num_hit_tokens,
             num_preemptions=stats.num_preemptions,
             num_steps=stats.num_steps,
             num_blocks=pool.num_gpu_blocks,

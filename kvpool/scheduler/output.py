@@ -129,6 +129,8 @@ class RequestOutput(msgspec.Struct, gc=False):
         finish_reason: "stop", "length" or "error" when these were the last, else None.
         stop_token_id: the stop token that ended it, which is also the last of ``new_token_ids``.
         error: why it could not be computed, with the finish reason "error".
+        num_cached_tokens: prompt tokens that the prefix cache had when the request was first admitted; an engine says
+            so, a scheduler doesn't.
     """
 
     request_id: str
@@ -136,3 +138,4 @@ class RequestOutput(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    num_cached_tokens: int = 0

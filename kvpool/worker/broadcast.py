@@ -41,6 +41,7 @@ from kvpool._version import __version__
 from kvpool.errors import InvalidArgumentError
 from kvpool.scheduler.output import SchedulerOutput, StepResult
 from kvpool.worker.connection import WorkerConnection
+from kvpool.worker.executor import ExecutorLimits
 from kvpool.worker.link import RECONNECT_SECONDS, Deadline, Keys, Link
 from kvpool.worker.messages import (
     MAX_MESSAGE_BYTES,
@@ -145,6 +146,19 @@ class Broadcaster:
         """Blocks of the KV cache of each rank. BroadcasterStateError before the workers are there."""
         self._check_ready()
         return self._infos[0].num_blocks
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """What every rank has room for. BroadcasterStateError before the workers are there."""
+        self._check_ready()
+        info = self._infos[0]
+        return ExecutorLimits(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            num_blocks=info.num_blocks,
+        )
 
     # ---- the workers come ----
 

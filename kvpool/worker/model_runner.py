@@ -15,6 +15,7 @@ from kvpool.kv_cache_spec import AttentionSpec, KVCacheConfig, ceil_div
 from kvpool.scheduler.output import BlockIds, SchedulerOutput, StepResult
 from kvpool.worker.attention import create_backend
 from kvpool.worker.block_table import BlockTableConfig, MultiGroupBlockTable
+from kvpool.worker.executor import ExecutorLimits
 from kvpool.worker.paged_attention import PagedAttention
 from kvpool.worker.paged_kv_cache import PagedKVCache
 from kvpool.worker.request_states import RequestStates
@@ -117,6 +118,17 @@ class ModelRunner:
         self._input_ids = torch.empty(config.max_num_batched_tokens, dtype=torch.int64, device=model.device)
         self._staged_ids = Staging(torch.int64, model.device)
         self._is_closed = False
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """What it has room for."""
+        return ExecutorLimits(
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.config.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            num_blocks=self.kv_cache_config.num_blocks,
+        )
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Computes a step.
