@@ -225,6 +225,42 @@ def test_an_end_of_sequence_ends_a_text_unless_it_is_ignored(tmp_path: Path, mod
     assert ignored["tokens"] == [long] and ignored["matches_hf"] is True
 
 
+def save_tokenizer(folder: Path, eos_token_id: int | None) -> None:
+    """A tokenizer whose words are the numbers of tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    eos_token = None if eos_token_id is None else f"w{eos_token_id}"
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=eos_token, unk_token="w0").save_pretrained(folder)
+
+
+@pytest.mark.parametrize("place", ["config", "generation_config", "tokenizer", "all"])
+def test_an_end_of_sequence_is_found_wherever_it_is_named(tmp_path: Path, place: str) -> None:
+    """Texts end at the first token that any of the three names."""
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt_token_ids": [ord(letter)] * 3} for letter in "abcdef"])
+    usual = ("--model", tmp_path, "--max-new-tokens", 20, "--prompts", prompts)
+    write_random_llama(tmp_path)
+    save_tokenizer(tmp_path, None)
+    long = generate(*usual)["tokens"]
+    distinct = list(dict.fromkeys(token for tokens in long for token in tokens[2:8]))
+    ends = dict(zip(("config", "generation_config", "tokenizer"), distinct))
+    named = ends if place == "all" else {place: ends[place]}
+    save_tokenizer(tmp_path, named.get("tokenizer"))
+    for name in ("config", "generation_config"):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": named.get(name)}))
+    expected = []
+    for tokens in long:
+        places = [i for i, token in enumerate(tokens) if token in named.values()]
+        expected.append(tokens[: places[0] + 1] if places else tokens)
+    assert expected != long
+    document = generate(*usual, "--compare-hf")
+    assert document["tokens"] == expected and document["matches_hf"] is True
+    assert generate(*usual, "--ignore-eos")["tokens"] == long
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,47 @@ def test_the_end_of_sequence_of_a_configuration(tmp_path: Path) -> None:
     stock.config.eos_token_id = 9
     stock.config.save_pretrained(tmp_path)
     assert read_model_facts(tmp_path).eos_token_ids == [9]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation_config", "expected"),
+    [
+        ({"eos_token_id": 9}, {}, [9]),  # there is a file, which names none
+        ({"eos_token_id": 9}, {"eos_token_id": None}, [9]),
+        ({"eos_token_id": [9, 8]}, {"eos_token_id": 7}, [7, 9, 8]),
+        ({"eos_token_id": 9}, {"eos_token_id": [8, 9]}, [8, 9]),
+        ({}, {"eos_token_id": 7}, [7]),  # not the 2 that any Llama has by default
+        ({}, None, [2]),  # as transformers has it
+        ({"eos_token_id": None}, None, []),
+        ({"eos_token_id": -1}, {"eos_token_id": [61, 60]}, [60]),  # of a vocabulary of 61
+    ],
+)
+def test_all_files_of_a_model_say_what_ends_a_text(
+    tmp_path: Path, config: dict[str, Any], generation_config: dict[str, Any] | None, expected: list[int]
+) -> None:
+    make_model("llama").config.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    del document["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps({**document, **config}))
+    if generation_config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+    assert read_model_facts(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("stated", ["</s>", [1, None], 1.5, True, {"a": 1}, [[1]]])
+def test_an_end_that_is_no_token_is_refused(tmp_path: Path, stated: Any) -> None:
+    make_model("llama").config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    with pytest.raises(InvalidArgumentError, match="eos_token_id of a model is a token id or a list of them, not "):
+        read_model_facts(tmp_path)
+
+
+def test_the_end_of_a_decoder_inside_another_model(tmp_path: Path) -> None:
+    text = {**make_model("gemma3").config.to_dict(), "eos_token_id": 5}
+    document = {"model_type": "gemma3", "text_config": text, "vision_config": {"eos_token_id": 6}, "eos_token_id": [7]}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    (tmp_path / "generation_config.json").write_text(json.dumps({}))
+    assert sorted(read_model_facts(tmp_path).eos_token_ids) == [5, 7]
 
 
 @pytest.mark.usefixtures("no_network")

@@ -20,6 +20,7 @@ from kvpool.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
     from kvpool.worker.executor import Executor
+    from kvpool.worker.pretrained import ModelFacts
     from kvpool.worker.transformers_model import TransformersModel
 
 START_SECONDS = 600.0
@@ -79,7 +80,7 @@ class GenerateSession:
 
         settings, facts = self.settings, read_model_facts(self._source.path)
         self.prompts = encode_prompts(texts, self.tokenizer, facts.vocab_size)
-        self.stop_token_ids = [] if settings.ignore_eos else facts.eos_token_ids
+        self.stop_token_ids = [] if settings.ignore_eos else self._end_tokens(facts)
         max_model_len = max(map(len, self.prompts)) + settings.max_new_tokens
         if max_model_len > facts.max_model_len:
             raise InvalidArgumentError(
@@ -95,6 +96,11 @@ class GenerateSession:
             scheduler_config=SchedulerConfig(settings.max_num_batched_tokens, settings.max_num_seqs),
             enable_caching=settings.enable_prefix_caching,
         )
+
+    def _end_tokens(self, facts: ModelFacts) -> list[int]:
+        """Tokens that end a text, wherever the model or its tokenizer says so."""
+        of_tokenizer = [token_id for token_id in self.tokenizer.eos_token_ids if token_id < facts.vocab_size]
+        return list(dict.fromkeys(facts.eos_token_ids + of_tokenizer))
 
     @property
     def max_tokens(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError
 
 
@@ -19,7 +22,8 @@ class ModelFacts:
     Attributes:
         vocab_size: token ids are below it.
         max_model_len: see ``longest_sequence``.
-        eos_token_ids: tokens that end a text; none for a model that has no such token.
+        eos_token_ids: tokens that end a text, by ``generation_config.json`` and by the configuration; none for a model
+            that has no such token.
     """
 
     vocab_size: int
@@ -31,16 +35,41 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     """The facts of a model in a folder as transformers saves it, or in a ``.gguf`` file.
 
     Raises:
-        InvalidArgumentError: there is no such folder or file, or see ``longest_sequence``.
+        InvalidArgumentError: there is no such folder or file, or what ends its texts is no token; see also
+            ``longest_sequence``.
     """
     folder, options = _place(path)
-    config = read_config(path).get_text_config(decoder=True)
-    eos_token_ids = config.eos_token_id
-    if not options and (Path(folder) / "generation_config.json").is_file():
-        eos_token_ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    if eos_token_ids is None or isinstance(eos_token_ids, int):
-        eos_token_ids = [] if eos_token_ids is None else [eos_token_ids]
-    return ModelFacts(int(config.vocab_size), longest_sequence(config), list(eos_token_ids))
+    whole = read_config(path)
+    config, vocab_size = whole.get_text_config(decoder=True), int(whole.get_text_config(decoder=True).vocab_size)
+    stated = list(_stated_end_tokens(whole, None if options else Path(folder)))
+    # What is outside the vocabulary, such as -1 where somebody wants no end, is never sampled.
+    eos_token_ids = [token_id for token_id in dict.fromkeys(stated) if 0 <= token_id < vocab_size]
+    return ModelFacts(vocab_size, longest_sequence(config), eos_token_ids)
+
+
+def _stated_end_tokens(config: Any, folder: Path | None) -> Iterator[int]:
+    """What the files of a model name as the end of its texts; ``folder`` is None for one in a single file.
+
+    Beside a ``generation_config.json`` the configuration counts only where its file names an end: what it has by
+    default belongs to another model.
+    """
+    decoder = config.get_text_config(decoder=True)
+    if folder is None or not (folder / "generation_config.json").is_file():
+        for part in (decoder, config):
+            yield from _to_end_tokens(getattr(part, "eos_token_id", None))
+        return
+    yield from _to_end_tokens(GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id)
+    document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    parts = [part for name, part in document.items() if getattr(config, name, None) is decoder]
+    for part in (document, *parts):
+        yield from _to_end_tokens(part.get("eos_token_id"))
+
+
+def _to_end_tokens(stated: Any) -> list[int]:
+    token_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise InvalidArgumentError(f"eos_token_id of a model is a token id or a list of them, not {show(stated)}")
+    return token_ids
 
 
 def read_config(path: str | Path) -> Any:

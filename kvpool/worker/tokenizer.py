@@ -12,6 +12,10 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decod
 class Tokenizer(Protocol):
     """What generation needs of a tokenizer."""
 
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a text."""
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -19,6 +23,10 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens."""
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return []
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -32,6 +40,11 @@ class TransformersTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        token_id: int | None = self._tokenizer.eos_token_id
+        return [] if token_id is None else [token_id]
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer(text)["input_ids"]
