@@ -10,17 +10,23 @@ from __future__ import annotations
 import math
 from numbers import Real
 from operator import index
+from reprlib import Repr
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.shown import shown
+
+_MOST_BITS_SHOWN = 256
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def show(value: object) -> str:
-    """``shown``, and the type of a value that can't be shown because its own methods fail."""
+    """A value for an error message: never long, whatever the value is, and never an error of its own."""
     try:
-        return shown(value)
-    except Exception:
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS_SHOWN:
+            return f"an integer of {value.bit_length()} bits"
+        return _SHORT.repr(value)
+    except Exception:  # of the value's methods; and an int inside it may have too many digits to be shown
         return f"a {type(value).__name__}"
 
 

@@ -11,7 +11,7 @@ from hostile_values import HUGE, INTEGERS, NO_INTEGERS, NO_REALS, REALS, Index, 
 from kvpool.arguments import show, to_float, to_int, to_text
 from kvpool.errors import InvalidArgumentError
 
-MOST_CHARACTERS = 700  # of a message: 80 of a value, which may have to be escaped
+MOST_CHARACTERS = 300  # of a message
 
 
 @pytest.mark.parametrize("value", INTEGERS, ids=lambda value: type(value).__name__)
@@ -93,7 +93,6 @@ def test_values_are_shown_short() -> None:
     assert [show(value) for value in (5, "a", None, [1, 2], -0.5, 2**64)] == [
         "5", "'a'", "None", "[1, 2]", "-0.5", "18446744073709551616",
     ]  # fmt: skip
-    assert show(10**5000) == "an integer of about 5,001 digits"
-    assert show(Unshowable()) == "a Unshowable"
+    assert show(10**5000) == "an integer of 16610 bits"
     for value in (*NO_INTEGERS, *HUGE, "y" * 10**7, np.zeros((100, 100)), dict.fromkeys(range(10**5))):
         assert len(show(value)) < MOST_CHARACTERS

@@ -23,7 +23,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.sampling_params import SamplingParams
 from kvpool.scheduler import SchedulerConfig
 from kvpool.worker.broadcast import Broadcaster
-from kvpool.worker.engine import Engine
+from kvpool.worker.engine import Engine, RequestFailedError
 from kvpool.worker.messages import CacheGroupInfo
 from kvpool.worker.worker_errors import BroadcasterStateError
 
@@ -129,3 +129,29 @@ def test_limits_are_known_once_the_workers_are_there(connect: Connect) -> None:
     limits = connect()[0].limits
     assert limits == make_runner(NUM_BLOCKS, **LIMITS).limits
     assert (limits.vocab_size, limits.num_blocks, limits.max_num_seqs) == (VOCABULARY, NUM_BLOCKS, 3)
+
+
+def test_logits_that_are_not_finite_end_one_request_and_no_worker(connect: Connect) -> None:
+    """The model fails behind token 30; also for a prompt that shares blocks with those of others."""
+    broadcaster, models = connect()
+    for model in models:
+        model.forward = spoil(model.forward)  # type: ignore[method-assign]
+    engine = start(broadcaster)
+    for _ in range(2):
+        with pytest.raises(RequestFailedError, match="prompt 1: the model's logits are not finite: the largest is nan"):
+            engine.generate([[1, 2, 3, 4, 5], [1, 2, 3, 4, 28], [29, 1]], max_tokens=4)
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    with pytest.raises(RequestFailedError) as caught:
+        engine.generate([[1, 2, 3, 4, 5], [1, 2, 3, 4, 28], [29, 1], [30]], max_tokens=4)
+    assert caught.value.tokens == [[6, 7, 8, 9], [29, 30], [2, 3, 4, 5], []]
+    assert sorted(caught.value.errors) == [1, 3]
+    engine.scheduler.check()
+
+
+def spoil(forward: Any) -> Any:
+    def spoilt(input_ids: Any, positions: Any, attention: Any, logit_rows: Any) -> Any:
+        logits = forward(input_ids, positions, attention, logit_rows)
+        logits[input_ids[logit_rows] == 30] = float("nan")
+        return logits
+
+    return spoilt

@@ -26,6 +26,8 @@ from kvpool.generation import model_source  # noqa: E402
 from kvpool.generation.model_source import find_model  # noqa: E402
 from kvpool.generation.prompts import PromptError, encode_prompts, read_prompts  # noqa: E402
 from kvpool.generation.report import GenerateReport  # noqa: E402
+from kvpool.generation.session import GenerateSession  # noqa: E402
+from kvpool.generation.settings import GenerateSettings  # noqa: E402
 from kvpool.worker.random_model import write_random_llama  # noqa: E402
 from kvpool.worker.tokenizer import ByteTokenizer, TextStream  # noqa: E402
 
@@ -142,6 +144,10 @@ def test_the_report_says_where_tokens_differ() -> None:
     assert report.matches_transformers is False and "prompt 1" in str(report.first_difference)
     report.compare([[1, 2], [4]])
     assert "token 2: [3] against []" in str(report.first_difference)
+    assert report.first_error is None
+    report.errors.update({1: "the second", 0: "the first"})
+    assert report.first_error == "prompt 0: the first (2 of 2 prompts failed)"
+    assert report.to_json()["errors"] == {"0": "the first", "1": "the second"}
     assert report.tokens_per_second == 2.0 and report.to_json().keys() >= KEYS
 
 
@@ -207,6 +213,50 @@ def test_text_goes_to_a_pipe_and_the_bar_to_the_terminal(model: Path) -> None:
     os.close(terminal)
     assert process.returncode == 0 and "[0] " in text and "[1] " in text and "\x1b" not in text
     assert b"generating" in drawn and b"[0] " not in drawn
+
+
+def test_a_prompt_that_can_not_be_computed_fails_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvpool.worker import model_runner
+
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": text} for text in ("one", "two", "three")])
+    usual = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8)
+    wanted = generate(*usual)
+    assert wanted["errors"] == {}
+    stock, num_calls = model_runner.sample, 0
+
+    def sample(logits: Any, batch: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            logits[1, 5] = float("nan")
+        return stock(logits, batch)
+
+    monkeypatch.setattr(model_runner, "sample", sample)
+    result = CliRunner().invoke(app, ["generate", "--json", "-", *map(str, usual)])
+    reason = "the model's logits are not finite: the largest is nan"
+    assert result.exit_code == 1 and result.stderr.strip().splitlines()[-1] == f"error: prompt 1: {reason}"
+    document, tokens = json.loads(result.stdout), wanted["tokens"]
+    assert document["tokens"] == [tokens[0], tokens[1][:2], tokens[2]] and document["errors"] == {"1": reason}
+    assert document["free_blocks_at_end"] == document["num_blocks"] - 1
+
+
+def test_a_run_that_is_interrupted_leaves_nothing_queued(model: Path) -> None:
+    source = find_model(model, model)
+    with GenerateSession(source, ["one", "two"], GenerateSettings(max_new_tokens=8)) as session:
+        for error in (KeyboardInterrupt(), OSError("the disk is full")):
+
+            def fail(number: int, token_ids: list[int], is_last: bool, error: BaseException = error) -> None:
+                raise error
+
+            with pytest.raises(type(error)):
+                session.run(fail)
+            scheduler = session.engine.scheduler
+            assert not scheduler.has_unfinished_requests() and not scheduler.steps_under_way
+        report = session.run()
+        assert [len(tokens) for tokens in report.tokens] == [8, 8] and report.first_error is None
+        assert report.num_free_blocks == report.num_blocks - 1
 
 
 def test_draws_have_a_seed(model: Path) -> None:

@@ -18,8 +18,8 @@ CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
     ["errors", "_version", "request_status", "token_ids", "shown"],
-    ["arguments", "json_lines", "environment", "curve", "event_replay", "peer_limits"],
-    ["sampling_params"],
+    ["arguments", "environment", "curve", "event_replay", "peer_limits"],
+    ["sampling_params", "json_lines"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus", "curve", "event_replay", "peer_limits"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],

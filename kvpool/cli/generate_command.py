@@ -154,6 +154,8 @@ def generate(
             console.print(f"{label:<14}{text}", soft_wrap=True)
         if json_path is not None:
             write_json(report.to_json(), json_path)
+        if report.first_error is not None:
+            fail(f"error: {report.first_error}", EXIT_FAILURE)
         if report.matches_transformers is False:
             fail(f"error: {report.first_difference}", EXIT_FAILURE)
 

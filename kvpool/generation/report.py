@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -18,6 +18,7 @@ class GenerateReport:
         num_blocks: of the pool, the null block included; num_free_blocks: of them, at the end.
         seconds: from the first step to the last; without loading.
         first_token_seconds: per prompt, from the start of the first step.
+        errors: by prompt, why it could not be computed to its end.
         matches_transformers: whether transformers generates the same; None where that was not asked for.
         first_difference: where it doesn't, for the user.
     """
@@ -31,6 +32,7 @@ class GenerateReport:
     num_free_blocks: int
     seconds: float
     first_token_seconds: list[float]
+    errors: dict[int, str] = field(default_factory=dict)
     matches_transformers: bool | None = None
     first_difference: str | None = None
 
@@ -47,6 +49,14 @@ class GenerateReport:
                     f"{wanted[place : place + 1]}"
                 )
                 return
+
+    @property
+    def first_error(self) -> str | None:
+        """For the user: which prompt could not be computed, and why; None if all could."""
+        for number, error in sorted(self.errors.items()):
+            others = f" ({len(self.errors)} of {len(self.tokens)} prompts failed)" if len(self.errors) > 1 else ""
+            return f"prompt {number}: {error}{others}"
+        return None
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,6 +77,7 @@ class GenerateReport:
             "prompt_tokens_per_prompt": self.num_prompt_tokens,
             "hit_tokens_per_prompt": self.num_hit_tokens,
             "first_token_seconds": self.first_token_seconds,
+            "errors": {str(number): error for number, error in sorted(self.errors.items())},
         }
 
     def summary(self) -> list[tuple[str, str]]:

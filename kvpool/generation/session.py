@@ -121,6 +121,11 @@ class GenerateSession:
 
         Args:
             on_tokens: called with the prompt's number, its new tokens, and whether they are its last.
+
+        Returns:
+            What was generated; why a prompt could not be computed to its end, where the others were.
+
+        After an exception, of ``on_tokens`` or by Ctrl-C, nothing is queued any more.
         """
         engine, settings = self.engine, self.settings
         ids = [
@@ -136,17 +141,24 @@ class GenerateSession:
         tokens: list[list[int]] = [[] for _ in ids]
         first_token_seconds = [0.0] * len(ids)
         num_hit_tokens = [0] * len(ids)
+        errors: dict[int, str] = {}
         start = time.perf_counter()
-        while engine.scheduler.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter() - start
-            for output in outputs:
-                number = number_of[output.request_id]
-                if not tokens[number]:
-                    first_token_seconds[number] = now
-                tokens[number] += output.new_token_ids
-                num_hit_tokens[number] = output.num_cached_tokens
-                on_tokens(number, output.new_token_ids, output.finish_reason is not None)
+        try:
+            while engine.scheduler.has_unfinished_requests():
+                outputs = engine.step()
+                now = time.perf_counter() - start
+                for output in outputs:
+                    number = number_of[output.request_id]
+                    if not tokens[number]:
+                        first_token_seconds[number] = now
+                    tokens[number] += output.new_token_ids
+                    num_hit_tokens[number] = output.num_cached_tokens
+                    if output.error is not None:
+                        errors[number] = output.error
+                    on_tokens(number, output.new_token_ids, output.finish_reason is not None)
+        except BaseException:
+            engine.scheduler.finish_requests(None)
+            raise
         seconds = time.perf_counter() - start
         stats, pool = engine.scheduler.make_stats(), engine.scheduler.kv_cache_manager.block_pool
         return GenerateReport(
@@ -159,6 +171,7 @@ class GenerateSession:
             num_free_blocks=pool.get_num_free_blocks(),
             seconds=seconds,
             first_token_seconds=first_token_seconds,
+            errors=errors,
         )
 
     def compare_with_transformers(self, report: GenerateReport) -> None:
