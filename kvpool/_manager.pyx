@@ -10,6 +10,7 @@ state as it would have left it.
 """
 from cpython.dict cimport PyDict_GetItemWithError, PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
@@ -31,6 +32,10 @@ from kvpool.request_status import RequestStatus
 cdef object WAITING = RequestStatus.WAITING
 cdef object PREEMPTED = RequestStatus.PREEMPTED
 cdef object RUNNING = RequestStatus.RUNNING
+
+
+cdef inline bint is_zero(object number) noexcept:
+    return PyLong_CheckExact(number) and not number
 
 
 cdef class GroupTables:
@@ -175,14 +180,14 @@ cdef class KVCacheManagerBase:
         if num_new < 1 or num_lookahead < 0 or num_hit < 0 or num_reserved < 0 or not isinstance(request, RequestBase):
             pass
         elif self.pool is not None:
-            if not num_external_computed_tokens and not delay_cache_blocks and not num_encoder_tokens:
+            if (is_zero(num_external_computed_tokens) and not delay_cache_blocks and is_zero(num_encoder_tokens)):
                 blocks = self.allocate(request, num_new, num_hit, new_computed_blocks, num_lookahead,
                                        full_sequence_must_fit, num_reserved, has_scheduled_reqs)
                 if blocks is not NotImplemented:
                     return blocks
         elif (self.groups is not None and num_hit == num_reserved == 0
                 and (new_computed_blocks is None or new_computed_blocks is self.no_blocks)
-                and not num_external_computed_tokens and not num_encoder_tokens and not delay_cache_blocks
+                and is_zero(num_external_computed_tokens) and is_zero(num_encoder_tokens) and not delay_cache_blocks
                 and not full_sequence_must_fit and self.changes_nothing(request, num_new, num_lookahead)):
             return self.no_blocks
         return super().allocate_slots(

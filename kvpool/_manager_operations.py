@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from kvpool.allocation_checks import (
     refuse_computed,
     refuse_missing_hashes,
-    refuse_negative,
     refuse_stale_hits,
     refuse_tokens_without_slots,
+    to_count,
 )
 from kvpool.coordinator import get_kv_cache_coordinator, resolve_kv_cache_block_sizes
 from kvpool.errors import InvalidArgumentError
@@ -40,6 +40,16 @@ if TYPE_CHECKING:
 
 # Statuses (by name, so that another engine's enumeration counts too) of requests that the watermark holds back.
 _STATUSES_NOT_RUNNING = ("WAITING", "PREEMPTED")
+_ONLY_INTS = {int}
+_NUMBER_NAMES = (
+    "num_new_tokens",
+    "num_new_computed_tokens",
+    "num_lookahead_tokens",
+    "num_external_computed_tokens",
+    "num_encoder_tokens",
+    "reserved_blocks",
+    "num_computed_tokens",
+)
 
 
 class KVCacheManagerOperations(KVCacheWithdrawal):
@@ -211,31 +221,41 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
                 to publish. Nothing has changed.
             BlockStateError: with ``verify_hits``, a block of the hit was given away since the lookup. Nothing has
                 changed; look up again.
+            TypeError: a number that is no integer. Nothing has changed.
+            NoFreeBlocksError: the request's counts don't go with its tables. Nothing has changed, as for None.
 
         O(new blocks), and for the first call O(blocks of the hit).
         """
-        if (
-            min(num_new_tokens, num_new_computed_tokens, num_external_computed_tokens) < 0
-            or min(num_lookahead_tokens, num_encoder_tokens, reserved_blocks, request.num_computed_tokens) < 0
-        ):
-            refuse_negative(
-                num_new_tokens=num_new_tokens,
-                num_new_computed_tokens=num_new_computed_tokens,
-                num_external_computed_tokens=num_external_computed_tokens,
-                num_lookahead_tokens=num_lookahead_tokens,
-                num_encoder_tokens=num_encoder_tokens,
-                reserved_blocks=reserved_blocks,
-                num_computed_tokens=request.num_computed_tokens,
-            )
+        num_own_computed_tokens = request.num_computed_tokens
+        numbers = (
+            num_new_tokens,
+            num_new_computed_tokens,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            num_encoder_tokens,
+            reserved_blocks,
+            num_own_computed_tokens,
+        )
+        if not _ONLY_INTS.issuperset(map(type, numbers)) or min(numbers) < 0:
+            # What is kept of them is read by compiled code later: exact ints, before anything changes.
+            (
+                num_new_tokens,
+                num_new_computed_tokens,
+                num_lookahead_tokens,
+                num_external_computed_tokens,
+                num_encoder_tokens,
+                reserved_blocks,
+                num_own_computed_tokens,
+            ) = map(to_count, _NUMBER_NAMES, numbers)
         if num_new_tokens == num_new_computed_tokens == num_external_computed_tokens == 0:
             raise InvalidArgumentError("nothing to allocate: num_new_tokens is 0, and there are no computed tokens")
         coordinator, request_id = self.coordinator, request.request_id
-        num_local_computed_tokens = request.num_computed_tokens + num_new_computed_tokens
+        num_local_computed_tokens = num_own_computed_tokens + num_new_computed_tokens
         total_computed_tokens = num_local_computed_tokens + num_external_computed_tokens
         computed_tokens = min(total_computed_tokens, self.max_model_len)
-        num_tokens_main_model = computed_tokens + num_new_tokens
-        num_tokens_need_slot = min(num_tokens_main_model + num_lookahead_tokens, self.max_model_len)
-        num_tokens_to_cache = min(num_tokens_main_model, request.num_tokens)
+        num_tokens_need_slot = min(computed_tokens + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_tokens_to_cache = min(computed_tokens + num_new_tokens, request.num_tokens)
+        num_tokens_main_model = min(computed_tokens + num_new_tokens, self.max_model_len)
         if self.enable_caching and not delay_cache_blocks:
             refuse_missing_hashes(request, num_tokens_to_cache, self.hash_block_size)
             if num_tokens_to_cache > num_tokens_need_slot:
@@ -289,19 +309,24 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         )
         if num_blocks + watermark_blocks > self.block_pool.get_num_free_blocks() - reserved_blocks:
             return None
-        if adopts_computed:
-            coordinator.allocate_new_computed_blocks(
-                request_id=request_id,
-                new_computed_blocks=hits,
-                num_local_computed_tokens=num_local_computed_tokens,
-                num_external_computed_tokens=num_external_computed_tokens,
-                skip_zeroing_group_ids=skip_zeroing_group_ids,
+        num_held_blocks = self.count_held_blocks(request_id)
+        try:
+            if adopts_computed:
+                coordinator.allocate_new_computed_blocks(
+                    request_id=request_id,
+                    new_computed_blocks=hits,
+                    num_local_computed_tokens=num_local_computed_tokens,
+                    num_external_computed_tokens=num_external_computed_tokens,
+                    skip_zeroing_group_ids=skip_zeroing_group_ids,
+                )
+            new_blocks = coordinator.allocate_new_blocks(
+                request_id, num_tokens_need_slot, num_tokens_main_model, num_encoder_tokens
             )
-        new_blocks = coordinator.allocate_new_blocks(
-            request_id, num_tokens_need_slot, num_tokens_main_model, num_encoder_tokens
-        )
-        if not delay_cache_blocks:
-            coordinator.cache_blocks(request, num_tokens_to_cache)
+            if not delay_cache_blocks:
+                coordinator.cache_blocks(request, num_tokens_to_cache)
+        except BaseException:  # counts that don't belong together: a group needs more than was foreseen
+            self.undo_allocation(request, num_local_computed_tokens, num_held_blocks)
+            raise
         return self.create_kv_cache_blocks(new_blocks)
 
     def allocate_decode(self, requests: Iterable[Request]) -> list[KVCacheBlocks | None]:
@@ -317,8 +342,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         """
         requests = list(requests)
         for request in requests:
-            if request.num_computed_tokens < 0:
-                refuse_negative(num_computed_tokens=request.num_computed_tokens)
+            to_count("num_computed_tokens", request.num_computed_tokens)
         if self.enable_caching:
             for request in requests:
                 num_tokens = min(request.num_computed_tokens + 1, self.max_model_len + 1, request.num_tokens)
@@ -334,8 +358,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         Raises:
             InvalidArgumentError: a negative number, fewer block hashes than tokens.
         """
-        if num_computed_tokens < 0:
-            refuse_negative(num_computed_tokens=num_computed_tokens)
+        num_computed_tokens = to_count("num_computed_tokens", num_computed_tokens)
         if self.enable_caching:
             refuse_missing_hashes(request, num_computed_tokens, self.hash_block_size)
             self.coordinator.cache_blocks(request, num_computed_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvpool.arguments import show, to_int
 from kvpool.block_hash import GROUP_ID_BYTES
 from kvpool.coordinator import KVCacheCoordinator
 from kvpool.errors import BlockStateError, InvalidArgumentError
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
 HitsByGroup = Sequence[Sequence["KVCacheBlock"]]
 
 
-def refuse_negative(**numbers: int) -> None:
-    """InvalidArgumentError that names the first number below 0."""
-    for name, number in numbers.items():
-        if number < 0:
-            raise InvalidArgumentError(f"{name} must not be negative: {number}")
+def to_count(name: str, number: object) -> int:
+    """The number as an exact int, which is what tables and counts are kept with.
+
+    Raises:
+        TypeError: no integer.
+        InvalidArgumentError: negative.
+    """
+    count = number if type(number) is int else to_int(name, number)
+    if count < 0:
+        raise InvalidArgumentError(f"{name} must not be negative: {show(count)}")
+    return count
 
 
 def refuse_missing_hashes(request: Request, num_tokens: int, hash_block_size: int) -> None:

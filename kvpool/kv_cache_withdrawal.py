@@ -7,7 +7,7 @@ Evicted hashes stay evicted: a worker may have written over the blocks already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,23 @@ class KVCacheWithdrawal(KVCacheQueries):
         """
         for manager in self.coordinator.single_type_managers:
             manager.take_back(request.request_id, num_computed_tokens)
+
+    def count_held_blocks(self, request_id: str) -> list[int | None]:
+        """Per group, blocks in the request's table; None: it has no table."""
+        tables = [manager.req_to_blocks.get(request_id) for manager in self.coordinator.single_type_managers]
+        return [None if table is None else len(table) for table in tables]
+
+    def undo_allocation(
+        self, request: Request, num_computed_tokens: int, num_held_blocks: Sequence[int | None]
+    ) -> None:
+        """Set the tables back to the lengths that they had before an allocation that has failed in the middle, and take
+        the hashes that it has given. Tables of Mamba states that have been changed stay."""
+        for manager, num_blocks in zip(self.coordinator.single_type_managers, num_held_blocks):
+            if num_blocks is None:
+                manager.take_back(request.request_id, num_computed_tokens)
+                manager.free(request.request_id)
+            else:
+                manager.take_back(request.request_id, num_computed_tokens, num_blocks)
 
     def find_uncomputed_ids(self, request: Request, num_computed_tokens: int) -> list[int]:
         """Ids of the request's blocks that can be hit and hold a token beyond ``num_computed_tokens``."""

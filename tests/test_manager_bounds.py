@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 from manager_layouts import Layout, OwnManagerRequest, make_config
 from pool_state import state_of
@@ -210,3 +211,99 @@ def test_a_table_of_another_pool_is_refused() -> None:
     assert other.manager.block_pool.get_num_free_blocks() == 199
     stage.manager.block_pool.check()
     other.manager.block_pool.check()
+
+
+class Strange:
+    """An integer by its word only."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
+NUMBERS = [
+    "num_new_tokens",
+    "num_lookahead_tokens",
+    "num_external_computed_tokens",
+    "num_encoder_tokens",
+    "reserved_blocks",
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("groups", LAYOUTS)
+def test_numbers_of_other_types_count_as_what_they_are(make_stage: Any, groups: str, name: str) -> None:
+    """What is kept of them is an exact int, which compiled calls read later."""
+    tables = []
+    for make in (int, numpy.int32, Strange):
+        stage = make_stage(groups)
+        request = stage.request("a", 12)
+        arguments = {"num_new_tokens": 6, name: make(6)}
+        stage.manager.allocate_slots(request, **arguments)
+        request.num_computed_tokens = 6
+        stage.manager.allocate_slots(request, 1)
+        tables.append(stage.visible())
+        for counts in tables[-1][2]:
+            assert {type(count) for count in counts.values()} <= {int}
+    assert tables[0] == tables[1] == tables[2]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("groups", LAYOUTS)
+def test_what_is_no_integer_is_refused_and_nothing_has_changed(make_stage: Any, groups: str, name: str) -> None:
+    stage = make_stage(groups)
+    request = stage.request("a", 12)
+    stage.manager.allocate_slots(request, 4)
+    request.num_computed_tokens = 4
+    before = stage.visible()
+    for value in (2.0, "2", None, float("nan"), numpy.float32(1), [1]):
+        with pytest.raises(TypeError, match=name):
+            stage.manager.allocate_slots(request, **{"num_new_tokens": 2, name: value})
+        assert stage.visible() == before, value
+
+
+def test_a_mamba_table_ends_with_the_longest_sequence(backend: SimpleNamespace) -> None:
+    stage = Stage(backend, [("mamba_align", 4, 0, False)], block_size=4)
+    request = stage.request("a", 12)
+    stage.manager.allocate_slots(request, HUGE)
+    assert len(stage.manager.get_block_ids("a")[0]) == 24 // 4
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_allocation_that_fails_in_the_middle_is_undone(
+    make_stage: Any, monkeypatch: pytest.MonkeyPatch, is_running: bool
+) -> None:
+    stage = make_stage("hybrid")
+    manager = stage.manager
+    first = stage.request("first", 9)
+    manager.allocate_slots(first, 9)
+    request = stage.request("a", 16)
+    hit, num_hit_tokens = manager.get_computed_blocks(request)
+    assert num_hit_tokens == 8
+    arguments = {"num_new_computed_tokens": num_hit_tokens, "new_computed_blocks": hit}
+    if is_running:
+        manager.allocate_slots(request, 1, **arguments)
+        request.num_computed_tokens = 9
+        manager.remove_skipped_blocks("a", 9)  # is not undone: no token attends to these blocks any more
+        arguments = {}
+    before = stage.visible()
+    last_manager = manager.coordinator.single_type_managers[-1]
+    for name in ("allocate_new_blocks", "cache_blocks"):
+        original = getattr(last_manager, name)
+
+        def fail(*args: Any, original: Any = original, **options: Any) -> None:
+            original(*args, **options)
+            raise RuntimeError("in the middle")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(last_manager, name, fail)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                manager.allocate_slots(request, 5, **arguments)
+        pool, tables, counts = stage.visible()
+        assert (tables, counts) == before[1:]
+        for part in ("ref_cnt", "hash", "lookups", "num_free"):
+            assert pool[part] == before[0][part], part
+        manager.block_pool.check()
+    assert manager.allocate_slots(request, 5, **arguments) is not None

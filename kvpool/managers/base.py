@@ -287,14 +287,20 @@ class SingleTypeKVCacheManager(ABC):
             if (block.block_hash_num_tokens or 0) > num_computed_tokens
         ]
 
-    def take_back(self, request_id: str, num_computed_tokens: int) -> None:
+    def take_back(self, request_id: str, num_computed_tokens: int, num_kept_blocks: int | None = None) -> None:
         """Take the blocks for tokens beyond the computed ones, and hashes that cover such a token. What is done is
-        not undone by a second call, and each part leaves nothing worse than a reference that is in no table."""
+        not undone by a second call, and each part leaves nothing worse than a reference that is in no table.
+
+        Args:
+            num_kept_blocks: how many blocks stay; None: those of computed tokens.
+        """
         self.block_pool.evict_blocks(self.find_uncomputed_ids(request_id, num_computed_tokens))
         if request_id in self.num_cached_block:
             num_full_blocks = num_computed_tokens // self.block_size
             self.num_cached_block[request_id] = min(self.num_cached_block[request_id], num_full_blocks)
-        self._shorten(request_id, ceil_div(num_computed_tokens, self.block_size))
+        if num_kept_blocks is None:
+            num_kept_blocks = ceil_div(num_computed_tokens, self.block_size)
+        self._shorten(request_id, num_kept_blocks)
 
     def _shorten(self, request_id: str, num_blocks: int) -> None:
         table = self.req_to_blocks.get(request_id)

@@ -286,6 +286,8 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
     def _cache_checkpoint(
         self, request: Any, position: int, index: int, retention_interval: int | None
     ) -> BlockHashWithGroupId | None:
+        if position // self.block_pool.hash_block_size > len(request.block_hashes):
+            return None  # the step goes beyond the tokens there are: no hash says what the state stands for
         block = self.req_to_blocks[request.request_id][index]
         is_wanted = position in (
             getattr(request, "shared_prefix_boundary", 0),
