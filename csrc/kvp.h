@@ -210,6 +210,9 @@ kvp_status_t kvp_pool_allocate(kvp_pool_t *pool, int32_t n, int32_t *out);
 kvp_status_t kvp_pool_take(kvp_pool_t *pool, int32_t n, int32_t *out);
 /* One reference less for each id; those that reach 0 join the free list. Null blocks are skipped. O(n). */
 kvp_status_t kvp_pool_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where, kvp_fault_t *fault);
+/* The same, but ids that can't be freed are passed over: returns how many, and the first `room` of them in faults. O(n). */
+int64_t kvp_pool_free_valid(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where, kvp_fault_t *faults,
+                            int64_t room);
 /* Would kvp_pool_free() succeed? Changes nothing. */
 kvp_status_t kvp_pool_can_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_fault_t *fault);
 /* One reference more for each id; a block at 0 leaves the free list. Null blocks are skipped. O(n). */

@@ -150,6 +150,14 @@ kvp_status_t kvp_pool_allocate(kvp_pool_t *pool, int32_t n, int32_t *out) {
     return KVP_OK;
 }
 
+/* Whether a block that nobody uses any more is to be reused soon. */
+static inline bool goes_to_head(const kvp_pool_t *pool, int32_t id, kvp_placement_t where) {
+    if (where == KVP_PLACE_BY_HASH && pool->uncached_first) {
+        return !pool->enable_caching || (pool->map.has_hash[id] & KVP_HAS_PRIMARY) == 0;
+    }
+    return where == KVP_PLACE_HEAD;
+}
+
 /* One reference less for ids[0 .. n-1]; what reaches 0 is strung into the two segments. On a bad id all is undone. */
 static kvp_status_t release(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where,
                             kvpi_segment_t *head, kvpi_segment_t *tail, kvp_fault_t *fault) {
@@ -208,6 +216,32 @@ kvp_status_t kvp_pool_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_
         kvpi_segment_link_tail(&pool->free_list, &tail);
     }
     return status;
+}
+
+int64_t kvp_pool_free_valid(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where, kvp_fault_t *faults,
+                            int64_t room) {
+    kvp_free_list_t *const list = &pool->free_list;
+    kvpi_segment_t head = kvpi_segment(list, KVPI_FIRST_SEGMENT), tail = kvpi_segment(list, KVPI_SECOND_SEGMENT);
+    int64_t num_skipped = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t id = ids[i];
+        if (id == KVP_NULL_BLOCK) {
+            continue;
+        }
+        if (!is_block_id(pool, id) || pool->ref_cnt[id] == 0) {
+            if (num_skipped < room) {
+                faults[num_skipped] = (kvp_fault_t){i, id};
+            }
+            num_skipped++;
+            continue;
+        }
+        if (--pool->ref_cnt[id] == 0) {
+            kvpi_segment_push(list, goes_to_head(pool, id, where) ? &head : &tail, id);
+        }
+    }
+    kvpi_segment_link_head(list, &head);
+    kvpi_segment_link_tail(list, &tail);
+    return num_skipped;
 }
 
 kvp_status_t kvp_pool_can_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_fault_t *fault) {

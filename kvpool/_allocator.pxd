@@ -17,7 +17,7 @@ cdef class BlockAllocator:
     cdef public object medium
     cdef readonly bint uncached_first
     cdef public str on_invalid_free
-    cdef public dict _reuse_watchers
+    cdef readonly dict _reuse_watchers
     cdef readonly object blocks
     cdef readonly object null_block
     cdef readonly object free_block_queue
@@ -32,14 +32,14 @@ cdef class BlockAllocator:
     cdef int refuse(self, object item, Py_ssize_t i, str call) except -1
     cdef int own_id(self, object block, str call) except -1
     cdef list take(self, int32_t n, bint keep_hashes)
-    cdef int skip_invalid(self, list blocks, Py_ssize_t i) except -1
+    cdef int free_valid(self, const int32_t *ids, Py_ssize_t n, kvp_placement_t where, str call) except -1
     cdef int free_of_several_pools(self, list blocks, bint prepend) except -1
     cdef int free_checked(self, list blocks, str call, bint check_only, kvp_placement_t where) except -1
     cdef int touch_nodes(self, const int32_t *ids, Py_ssize_t n, str call) except -1
 
     cdef inline bint is_observed(self) noexcept:
         return (self.enable_kv_cache_events or self.metrics_collector is not None
-                or PyDict_Size(self._reuse_watchers) != 0)
+                or self._reuse_watchers is not None and PyDict_Size(self._reuse_watchers) != 0)
 
 
 # The borrowed-pointer forms: cpython's own declarations would count a temporary reference for each block.

@@ -1,10 +1,10 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """First third of the native pool: reference counts and the free list. Methods only translate: Python objects to ids,
 one call into the C core a batch, its status to the one function that raises."""
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
 from cpython.object cimport PyObject
-from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
 from kvpool._batch cimport SMALL, ids_of_size, parse_count, release_batch
 from kvpool._block cimport (
@@ -13,22 +13,21 @@ from kvpool._block cimport (
     node_in, open_handles, raise_status,
 )
 from kvpool._kvp cimport (
-    KVP_ERR_NO_FREE_BLOCKS, KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, KVP_PLACE_TAIL, kvp_fault_t,
+    KVP_ERR_NO_FREE_BLOCKS, KVP_ERR_NO_MEMORY, KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, KVP_PLACE_TAIL, kvp_fault_t,
     kvp_placement_t, kvp_pool_allocate, kvp_pool_can_free, kvp_pool_check, kvp_pool_create, kvp_pool_free,
+    kvp_pool_free_valid,
     kvp_pool_nbytes, kvp_pool_num_evictable, kvp_pool_take, kvp_pool_touch, kvp_status_t,
 )
 from kvpool._block_sequence cimport new_sequence
 from kvpool._map cimport map_of_home, probing_secret
 from kvpool._queue cimport queue_of_home
 
-import logging
 import weakref
 
 from kvpool._block import KVCacheBlock
 from kvpool._pool_views import BlockList, PoolStats, SecondaryHashes
+from kvpool._skipped_frees import log_skipped
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, NoFreeBlocksError
-
-logger = logging.getLogger("kvpool")
 
 cdef extern from *:
     """
@@ -42,6 +41,7 @@ cdef extern from *:
 
 cdef enum:
     LOOK_AHEAD = 8
+    MOST_NAMED = 4  # entries that a call skipped, in the log
 
 cdef int too_few_blocks(int32_t n) except -1:
     raise NoFreeBlocksError(f"Cannot get {n} free blocks from the pool")
@@ -78,24 +78,29 @@ cdef class BlockAllocator:
             raise InvalidArgumentError(f"hash_block_size must be positive, not {hash_block_size}")
         if on_invalid_free not in ("raise", "warn"):
             raise InvalidArgumentError(f"on_invalid_free must be 'raise' or 'warn', not {on_invalid_free!r}")
+        cdef int32_t num_blocks = num_gpu_blocks
+        cdef bint caches = enable_caching, first = uncached_first, has_events = enable_kv_cache_events
+        cdef str policy = on_invalid_free
+        # No code of the caller runs from here on.
         if self.home is not None:
             raise BlockStateError("this pool is initialised already")
         cdef BlockHome home = BlockHome.__new__(BlockHome)
-        raise_status(kvp_pool_create(num_gpu_blocks, bool(enable_caching), bool(uncached_first), probing_secret(),
-                                     &home.pool), NULL, f"a pool of {num_gpu_blocks} blocks", None)
+        cdef kvp_status_t status = kvp_pool_create(num_blocks, caches, first, probing_secret(), &home.pool)
+        if status == KVP_ERR_NO_MEMORY:
+            raise MemoryError(f"no memory for a pool of {num_blocks} blocks")
+        raise_status(status, NULL, f"a pool of {num_blocks} blocks", home)
         home.links = &home.pool.free_list
-        open_handles(home, num_gpu_blocks)
+        open_handles(home, num_blocks)
         home.owner = weakref.ref(self)
-        self.home = home
         self.table = HandleTable(home)
-        self.num_gpu_blocks = num_gpu_blocks
-        self.enable_caching = enable_caching
+        self.num_gpu_blocks = num_blocks
+        self.enable_caching = caches
         self.hash_block_size = hash_block_size
-        self.enable_kv_cache_events = enable_kv_cache_events
+        self.enable_kv_cache_events = has_events
         self.metrics_collector = metrics_collector
         self.medium = medium
-        self.uncached_first = uncached_first
-        self.on_invalid_free = on_invalid_free
+        self.uncached_first = first
+        self.on_invalid_free = policy
         self._reuse_watchers = {}
         self.blocks = BlockList(home)
         self.cached_block_hashes_by_block = SecondaryHashes(home)
@@ -103,6 +108,7 @@ cdef class BlockAllocator:
         self.null_block = handle_of(home, KVP_NULL_BLOCK)
         self.free_block_queue = queue_of_home(home)
         self.cached_block_hash_to_block = map_of_home(home, None)
+        self.home = home
 
     def _accept_by_hand(self):
         """From now on the pool bears what vLLM's code and tests do by hand: the null block can be given a hash, blocks
@@ -223,16 +229,28 @@ cdef class BlockAllocator:
             if status == KVP_OK:
                 return
             if self.on_invalid_free == "warn":
-                self.skip_invalid(blocks, fault.index)
-                self.free_blocks(blocks[:fault.index] + blocks[fault.index + 1:], prepend)
+                self.free_valid(ids, n, KVP_PLACE_HEAD if prepend else KVP_PLACE_BY_HASH, "free_blocks")
                 return
             raise_status(status, &fault, "free_blocks", home)
         finally:
             release_batch(ids, small)
 
-    cdef int skip_invalid(self, list blocks, Py_ssize_t i) except -1:
-        self.home.invalid_frees += 1
-        logger.warning("free_blocks: skipped entry %d of the batch, which is not in use: %r", i, blocks[i])
+    cdef int free_valid(self, const int32_t *ids, Py_ssize_t n, kvp_placement_t where, str call) except -1:
+        """``kvp_pool_free`` of the entries that can be freed; the others are counted and logged. O(n)."""
+        cdef BlockHome home = self.home
+        cdef kvp_fault_t faults[MOST_NAMED]
+        cdef int64_t i, num_skipped
+        cdef int32_t block_id
+        kvpool_lock_acquire(&home.lock)
+        num_skipped = kvp_pool_free_valid(home.pool, ids, n, where, faults, MOST_NAMED)
+        home.invalid_frees += num_skipped
+        kvpool_lock_release(&home.lock)
+        first = []
+        for i in range(min(num_skipped, <int64_t>MOST_NAMED)):
+            block_id = faults[i].block_id
+            is_known = 0 <= block_id < home.num_handles
+            first.append((faults[i].index, handle_of(home, block_id) if is_known else block_id))
+        log_skipped(call, first, num_skipped)
         return 0
 
     cdef int free_of_several_pools(self, list blocks, bint prepend) except -1:
@@ -241,13 +259,13 @@ cdef class BlockAllocator:
         cdef dict shares = {id(self): (self, [])}
         cdef list homeless = []
         cdef Py_ssize_t i
-        for i in range(len(blocks)):
-            item = blocks[i]
+        # Pools of other classes run code of the caller.
+        for i, item in enumerate(tuple(blocks)):
             pool = item.pool if type(item) is KVCacheBlock and (<_KVCacheBlock>item).node >= 0 else None
             if pool is not None:
                 shares.setdefault(id(pool), (pool, []))[1].append(item)
             elif self.on_invalid_free == "warn" and type(item) is KVCacheBlock:
-                homeless.append(i)
+                homeless.append((i, item))
             elif self.takes_hand_made and is_idle_hand_made(item):
                 continue
             else:
@@ -255,10 +273,10 @@ cdef class BlockAllocator:
         for pool, share in shares.values():
             if pool.on_invalid_free == "raise":
                 pool._check_free(share)
-        for i in homeless:
-            self.skip_invalid(blocks, i)
+        self.home.invalid_frees += len(homeless)
         for pool, share in shares.values():
             pool.free_blocks(share, prepend)
+        log_skipped("free_blocks", homeless, len(homeless))
         return 0
 
     cdef int free_checked(self, list blocks, str call, bint check_only, kvp_placement_t where) except -1:

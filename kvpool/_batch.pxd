@@ -18,6 +18,11 @@ cdef class IdBuffer:
     cdef Py_ssize_t length
 
 
+cdef class IdCopy:
+    cdef int32_t *data
+    cdef Py_ssize_t length
+
+
 cdef int32_t *large_ids(Py_ssize_t n) except NULL
 cdef kvp_key_t *large_keys(Py_ssize_t n) except NULL
 cdef int32_t parse_unusual_count(object n) except -1
@@ -26,6 +31,7 @@ cdef int32_t *data_of(object array) noexcept
 cdef Py_ssize_t size_of(object array) noexcept
 cdef bint is_plain_ids(object ids) noexcept
 cdef IdBuffer open_buffer(object ids, bint writable)
+cdef IdCopy copy_ids(object ids)
 cdef IdBuffer read_ids(object ids, const int32_t **data, Py_ssize_t *length)
 
 cdef inline int32_t *ids_of_size(Py_ssize_t n, int32_t *small) except NULL:

@@ -1,14 +1,18 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """What every batch needs: a place for its ids and keys, counts, and the callers' int32 buffers."""
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.mem cimport PyMem_Malloc
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport INT32_MAX, int32_t
+from libc.string cimport memcpy
 
 from kvpool._kvp cimport kvp_key_t
 from kvpool._numpy cimport (
     kvpool_ids_data, kvpool_ids_size, kvpool_import_numpy, kvpool_is_plain_ids, kvpool_new_ids,
 )
+
+from operator import index
 
 from kvpool.errors import InvalidArgumentError
 
@@ -38,10 +42,12 @@ cdef kvp_key_t *large_keys(Py_ssize_t n) except NULL:
 cdef int32_t parse_unusual_count(object n) except -1:
     if isinstance(n, bool) or not hasattr(n, "__index__"):
         raise TypeError(f"a number of blocks is an int, not {type(n).__name__}: {n!r}")
-    cdef object count = n.__index__()
-    if count < 0:
+    # The number itself, whatever its class makes of a comparison.
+    cdef int overflow = 0
+    cdef long long count = PyLong_AsLongLongAndOverflow(index(n), &overflow)
+    if overflow < 0 or overflow == 0 and count < 0:
         raise InvalidArgumentError(f"a number of blocks can't be negative: {n}")
-    return INT32_MAX if count > INT32_MAX else <int32_t>count
+    return INT32_MAX if overflow > 0 or count > INT32_MAX else <int32_t>count
 
 
 # ---- int32 buffers ----
@@ -71,11 +77,32 @@ cdef bint is_plain_ids(object ids) noexcept:
 
 
 cdef class IdBuffer:
-    """Borrowed view of a caller's int32 array, released with the object."""
+    """Borrowed view of a caller's int32 array, released with the object. Only to be read or written before any other code
+    of the caller runs: numpy can resize an array under a view."""
 
     def __dealloc__(self):
         if self.is_open:
             PyBuffer_Release(&self.view)
+
+
+cdef class IdCopy:
+    """Ids of a caller's int32 array that nobody else can change."""
+
+    def __dealloc__(self):
+        PyMem_Free(self.data)
+
+
+cdef IdCopy copy_ids(object ids):
+    cdef IdCopy copy = IdCopy.__new__(IdCopy)
+    cdef const int32_t *data
+    cdef Py_ssize_t length
+    cdef IdBuffer buffer = read_ids(ids, &data, &length)
+    copy.data = <int32_t *>PyMem_Malloc(<size_t>max(length, 1) * sizeof(int32_t))
+    if copy.data is NULL:
+        raise MemoryError(f"no memory for a batch of {length} ids")
+    memcpy(copy.data, data, <size_t>length * sizeof(int32_t))
+    copy.length = length
+    return copy
 
 
 cdef IdBuffer open_buffer(object ids, bint writable):

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """Where blocks live, and the view of one block.
 
@@ -52,7 +52,8 @@ cdef class HandleTable:
         self.home = home
 
     def __dealloc__(self):
-        close_handles(self.home)
+        if self.home is not None:
+            close_handles(self.home)
 
 
 cdef int open_handles(BlockHome home, int32_t capacity) except -1:
@@ -181,7 +182,8 @@ cdef int raise_status(kvp_status_t status, const kvp_fault_t *fault, str call, B
     cdef str where = "" if fault is NULL or fault.index < 0 else f" (entry {fault.index} of the batch)"
     cdef object block = "?" if fault is NULL else fault.block_id
     if status == KVP_ERR_BLOCK_ID:
-        raise BlockStateError(f"{call}: block id {block}{where} is not in 0 .. {home.num_handles - 1}")
+        last = "the last of the pool" if home is None else home.num_handles - 1
+        raise BlockStateError(f"{call}: block id {block}{where} is not in 0 .. {last}")
     cdef dict reasons = {
         KVP_ERR_NULL_BLOCK: "is the null block, which is never freed, queued or cached",
         KVP_ERR_NOT_IN_USE: "is not in use (ref_cnt 0): freed twice?",
@@ -244,17 +246,18 @@ cdef class KVCacheBlock:
         self.node = KVP_NONE
 
     def __init__(self, block_id, ref_cnt=0, *, bint is_null=False, _block_hash=None, _block_hash_num_tokens=None):
-        if self.home is not None or self.hand_made is not None:
-            raise BlockStateError(f"block {self.block_id} is initialised already")
         cdef HandMade state = HandMade.__new__(HandMade)
+        cdef int32_t own_id = block_id
         if isinstance(ref_cnt, bool):
             raise TypeError(f"ref_cnt is an int, not bool: {ref_cnt}")
-        if ref_cnt < 0:
-            raise InvalidArgumentError(f"ref_cnt {ref_cnt} is negative")
         state.ref_cnt = ref_cnt
+        if state.ref_cnt < 0:
+            raise InvalidArgumentError(f"ref_cnt {ref_cnt} is negative")
         state.is_null = is_null
         state.block_hash, state.num_tokens = _block_hash, _block_hash_num_tokens
-        self.block_id = block_id
+        if self.home is not None or self.hand_made is not None:
+            raise BlockStateError(f"block {self.block_id} is initialised already")
+        self.block_id = own_id
         self.hand_made = state
 
     @property

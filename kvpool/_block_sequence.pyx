@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """Blocks of one pool in token order, kept as int32 ids: what a request's table, a hit and an allocation are."""
 cimport cython
@@ -17,6 +17,9 @@ from kvpool.errors import BlockStateError
 
 cdef extern from "Python.h":
     void set_new_item "PyList_SET_ITEM"(list items, Py_ssize_t i, object item)
+    # As lists do: first all code of the caller in the slice, then the length.
+    int PySlice_Unpack(object index, Py_ssize_t *start, Py_ssize_t *stop, Py_ssize_t *step) except -1
+    Py_ssize_t PySlice_AdjustIndices(Py_ssize_t length, Py_ssize_t *start, Py_ssize_t *stop, Py_ssize_t step)
 
 cdef enum:
     ROOM = 4  # least growth, in ids
@@ -88,10 +91,12 @@ cdef class BlockSequence:
         cdef list views
         if not isinstance(index, slice):
             return handle_of(self.home, self.ids[self.place(index)])
-        start, stop, step = index.indices(self.length)
-        n = len(range(start, stop, step))
+        PySlice_Unpack(index, &start, &stop, &step)
+        n = PySlice_AdjustIndices(self.length, &start, &stop, step)
         views = PyList_New(n)
         for i in range(n):
+            if start + i * step >= self.length:  # the list may have set off the garbage collector, and that anything
+                raise BlockStateError("the table got shorter while it was read")
             view = handle_of(self.home, self.ids[start + i * step])
             Py_INCREF(view)
             set_new_item(views, i, view)
@@ -99,15 +104,16 @@ cdef class BlockSequence:
 
     def __setitem__(self, index, value):
         cdef BlockSequence checked
-        cdef Py_ssize_t start, stop, step, i
+        cdef Py_ssize_t start, stop, step, i, n
         if not isinstance(index, slice):
             self.ids[self.place(index)] = self.node_of(value)
             return
-        checked = self.of_blocks(value)
-        start, stop, step = index.indices(self.length)
-        if len(range(start, stop, step)) != checked.length:
-            raise ValueError(f"{checked.length} blocks for a slice of {len(range(start, stop, step))}")
-        for i in range(checked.length):
+        PySlice_Unpack(index, &start, &stop, &step)
+        checked = self.of_blocks(list(value) if value is self else value)
+        n = PySlice_AdjustIndices(self.length, &start, &stop, step)
+        if n != checked.length:
+            raise ValueError(f"{checked.length} blocks for a slice of {n}")
+        for i in range(n):
             self.ids[start + i * step] = checked.ids[i]
 
     cdef BlockSequence of_blocks(self, object blocks):
@@ -146,6 +152,7 @@ cdef class BlockSequence:
 
     def __eq__(self, other):
         cdef BlockSequence theirs
+        cdef list items
         cdef Py_ssize_t i
         if type(other) is BlockSequence:
             theirs = <BlockSequence>other
@@ -153,10 +160,11 @@ cdef class BlockSequence:
                     and (self.length == 0 or memcmp(self.ids, theirs.ids, <size_t>self.length * sizeof(int32_t)) == 0))
         if not isinstance(other, (list, tuple)):
             return NotImplemented
-        if len(other) != self.length:
+        items = list(other)
+        if len(items) != self.length:
             return False
         for i in range(self.length):
-            if other[i] is not handle_of(self.home, self.ids[i]):
+            if items[i] is not handle_of(self.home, self.ids[i]):
                 return False
         return True
 

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """The native pool, and everything that the package takes from the extension modules.
 
@@ -6,12 +6,12 @@
 same with arrays of ids, for callers that need no object per block.
 """
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, uint32_t
 from libc.string cimport memcpy
 
 from kvpool._allocator cimport too_few_blocks
 from kvpool._batch cimport (
-    SMALL, IdBuffer, data_of, ids_of_size, keys_of_size, new_ids, open_buffer, parse_count, read_ids, release_batch,
+    SMALL, IdBuffer, IdCopy, copy_ids, data_of, ids_of_size, keys_of_size, new_ids, open_buffer, parse_count, read_ids, release_batch,
 )
 from kvpool._block cimport (
     BlockHome, handle_of, kvpool_lock_acquire, kvpool_lock_release, parse_digest, parse_group, raise_status,
@@ -21,8 +21,6 @@ from kvpool._kvp cimport (
     kvp_pool_free, kvp_status_t,
 )
 from kvpool._prefix_cache cimport PrefixCache
-
-import logging
 
 from kvpool._block import KVCacheBlock
 from kvpool._map import BlockHashToBlockMap
@@ -60,7 +58,6 @@ BUILD_INFO = {
     "sanitize": "-fsanitize" in KVPOOL_BUILD_FLAGS.decode(),
 }
 
-logger = logging.getLogger("kvpool")
 
 cdef class BlockPoolBase(PrefixCache):
     """See ``BlockPool``."""
@@ -71,26 +68,37 @@ cdef class BlockPoolBase(PrefixCache):
         cdef BlockHome home = self.the_home()
         cdef int32_t count = parse_count(n)
         cdef IdBuffer buffer
-        cdef int32_t *ids
         cdef kvp_status_t status
+        cdef object result = new_ids(count) if out is None and count <= home.pool.free_list.num_free else out
         if out is not None:
             buffer = open_buffer(out, True)
             if buffer.length != count:
                 raise InvalidArgumentError(f"out has {buffer.length} items for {count} ids")
         if count > home.pool.free_list.num_free:
             too_few_blocks(count)
-        cdef object result = new_ids(count) if out is None else out
-        ids = data_of(result) if out is None else buffer.data
         if self.is_observed():
-            for i, block in enumerate(self._get_new_blocks_observed(count)):
-                ids[<Py_ssize_t>i] = block.block_id
-            return result
+            buffer = None
+            return self.allocate_observed(count, result)
         kvpool_lock_acquire(&home.lock)
-        status = kvp_pool_allocate(home.pool, count, ids)
+        status = kvp_pool_allocate(home.pool, count, data_of(result) if out is None else buffer.data)
         kvpool_lock_release(&home.lock)
         if status != KVP_OK:
             too_few_blocks(count)
         return result
+
+    cdef object allocate_observed(self, int32_t count, object out):
+        """Whoever watches runs code of the caller: only behind it is the array looked at."""
+        cdef list blocks = list(self._get_new_blocks_observed(count))
+        cdef IdBuffer buffer
+        try:
+            buffer = open_buffer(out, True)
+            if buffer.length != count or PyList_GET_SIZE(blocks) != count:
+                raise InvalidArgumentError(f"out has {buffer.length} items for {len(blocks)} ids")
+            self.own_ids(blocks, buffer.data, "allocate_ids")
+        except BaseException:
+            self.free_blocks(blocks, True)
+            raise
+        return out
 
     def free_ids(self, ids, bint prepend=False):
         """As ``free_blocks`` for an int32 buffer of ids. O(len)."""
@@ -107,13 +115,7 @@ cdef class BlockPoolBase(PrefixCache):
         if status == KVP_OK:
             return
         if self.on_invalid_free == "warn":
-            home.invalid_frees += 1
-            logger.warning("free_ids: skipped entry %d of the batch, block %d, which is not in use", fault.index,
-                           fault.block_id)
-            rest = [data[i] for i in range(n) if i != fault.index]
-            ids = new_ids(n - 1)
-            ids[:] = rest
-            self.free_ids(ids, prepend)
+            self.free_valid(data, n, KVP_PLACE_HEAD if prepend else KVP_PLACE_BY_HASH, "free_ids")
             return
         raise_status(status, &fault, "free_ids", home)
 
@@ -128,15 +130,19 @@ cdef class BlockPoolBase(PrefixCache):
 
     def touch_ids(self, ids):
         """As ``touch`` for an int32 buffer of ids. O(len)."""
-        self.the_home()
+        cdef BlockHome home = self.the_home()
         cdef IdBuffer buffer
+        cdef IdCopy own
         cdef const int32_t *data
         cdef Py_ssize_t i, n
-        buffer = read_ids(ids, &data, &n)
-        self.touch_nodes(data, n, "touch_ids")
-        if self.metrics_collector is not None:
-            for i in range(n):
-                self.metrics_collector.on_block_accessed(handle_of(self.home, data[i]))
+        if self.metrics_collector is None:
+            buffer = read_ids(ids, &data, &n)
+            self.touch_nodes(data, n, "touch_ids")
+            return
+        own = copy_ids(ids)  # a collector is code of the caller
+        self.touch_nodes(own.data, own.length, "touch_ids")
+        for i in range(own.length):
+            self.metrics_collector.on_block_accessed(handle_of(home, own.data[i]))
 
     def find_prefix_ids(self, block_hashes, group_id=0, max_blocks=None):
         """Ids of the longest cached prefix: the first inserted block of each hash up to the first miss.
@@ -150,11 +156,10 @@ cdef class BlockPoolBase(PrefixCache):
         """
         self.the_home()
         cdef uint32_t group = parse_group(group_id)
+        cdef Py_ssize_t n = INT32_MAX if max_blocks is None else parse_count(max_blocks), done
         cdef list hashes = block_hashes if type(block_hashes) is list else list(block_hashes)
-        cdef Py_ssize_t n = PyList_GET_SIZE(hashes), done
         cdef int32_t small[SMALL]
-        if max_blocks is not None:
-            n = min(n, parse_count(max_blocks))
+        n = min(n, PyList_GET_SIZE(hashes))
         cdef int32_t *ids = ids_of_size(n, small)
         try:
             done = self.find_prefix(hashes, n, group, ids)

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """Hashes of plain blocks, native: tokens are read from the list, serialized by the C core and digested by OpenSSL or by
 the xxhash package, one block after the other, in one pass."""
@@ -18,6 +18,7 @@ import pickle
 
 import kvpool._openssl as _openssl
 from kvpool._block_hashing import NATIVE_PICKLE_PROTOCOL
+from kvpool.errors import InvalidArgumentError
 
 cdef enum:
     SHA256_BYTES = 32
@@ -27,11 +28,13 @@ cdef enum:
 
 
 cdef bint read_tokens(list tokens, Py_ssize_t start, Py_ssize_t n, int32_t *ids) noexcept:
-    """Whether tokens [start, start + n) are exact ints of 32 bits; if so, they are in ids."""
+    """Whether tokens [start, start + n) are there and exact ints of 32 bits; if so, they are in ids."""
     cdef Py_ssize_t i
     cdef PyObject *token
     cdef long value
     cdef int overflow = 0
+    if start < 0 or n > PyList_GET_SIZE(tokens) - start:
+        return False
     for i in range(n):
         token = PyList_GET_ITEM(tokens, start + i)
         if not PyLong_CheckExact(<object>token):
@@ -54,11 +57,14 @@ cdef class BlockHasherBase:
     """Hashes of plain blocks; see ``BlockHasher``."""
 
     def __init__(self, Py_ssize_t block_size, algorithm, digest):
-        self.block_size = block_size
-        self.form = KVP_BLOCK_CBOR if algorithm.is_cbor else KVP_BLOCK_PICKLE
-        self.is_form_known = algorithm.is_cbor or pickle.HIGHEST_PROTOCOL == NATIVE_PICKLE_PROTOCOL
-        self.digest = digest
+        cdef bint is_cbor = algorithm.is_cbor
         functions = _openssl.find_sha256() if algorithm.is_sha256 else None
+        if block_size < 1:
+            raise InvalidArgumentError(f"a block of {block_size} tokens")
+        self.block_size = block_size
+        self.form = KVP_BLOCK_CBOR if is_cbor else KVP_BLOCK_PICKLE
+        self.is_form_known = is_cbor or pickle.HIGHEST_PROTOCOL == NATIVE_PICKLE_PROTOCOL
+        self.digest = digest
         self.sha256_init = NULL
         if functions is not None:
             self.sha256_init = <sha256_init_t><uintptr_t>functions.init
@@ -81,8 +87,11 @@ cdef class BlockHasherBase:
 
     cdef bytes hash_at(self, bytes parent, list tokens, Py_ssize_t start, Py_ssize_t n, int32_t *ids, uint8_t *out):
         """The hash of tokens [start, start + n), whose size is native; ids and out are room for them."""
-        cdef Py_ssize_t parent_len = PyBytes_GET_SIZE(parent)
+        cdef Py_ssize_t parent_len
         cdef size_t length
+        if parent is None:
+            raise TypeError("the hash of the block before is None: a block hash is bytes")
+        parent_len = PyBytes_GET_SIZE(parent)
         if parent_len > KVP_BLOCK_MAX_PARENT or not read_tokens(tokens, start, n, ids):
             return self._hash_exactly(parent, tokens[start:start + n])
         length = kvp_block_write(self.form, <const uint8_t *>PyBytes_AS_STRING(parent), <size_t>parent_len, ids,
@@ -98,6 +107,8 @@ cdef class BlockHasherBase:
     def _hash_plain_blocks(self, bytes parent not None, list tokens not None, Py_ssize_t start, list hashes not None):
         """Appends to ``hashes`` those of the full blocks from token ``start`` on. Nobody else may change ``tokens``."""
         cdef Py_ssize_t num_tokens = PyList_GET_SIZE(tokens) - start
+        if start < 0:
+            raise InvalidArgumentError(f"no token {start}")
         if num_tokens >= self.block_size:
             self.hash_run(parent, tokens, start, self.block_size, num_tokens // self.block_size, hashes)
 

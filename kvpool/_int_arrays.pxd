@@ -20,6 +20,7 @@ cdef extern from *:
     static inline Py_ssize_t kvpool_array_size(PyObject *array) { return (Py_ssize_t)PyArray_SIZE((PyArrayObject *)array); }
     """
     int kvpool_import_arrays() except -1
+    # All but the first are for what kvpool_int_bytes() knows.
     int kvpool_int_bytes(object array) noexcept
     bint kvpool_is_writeable(object array) noexcept
     void *kvpool_array_data(object array) noexcept

@@ -104,6 +104,8 @@ cdef extern from "kvp.h" nogil:
     kvp_status_t kvp_pool_take(kvp_pool_t *pool, int32_t n, int32_t *out)
     kvp_status_t kvp_pool_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where,
                                kvp_fault_t *fault)
+    int64_t kvp_pool_free_valid(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_placement_t where,
+                                kvp_fault_t *faults, int64_t room)
     kvp_status_t kvp_pool_can_free(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_fault_t *fault)
     kvp_status_t kvp_pool_touch(kvp_pool_t *pool, const int32_t *ids, int64_t n, kvp_fault_t *fault)
     kvp_status_t kvp_pool_set_ref_cnt(kvp_pool_t *pool, int32_t id, int32_t ref_cnt)

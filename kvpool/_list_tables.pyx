@@ -1,10 +1,10 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """Block tables that are plain lists of ints, over the native pool; see ``kvpool._list_table_operations``."""
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t
 
 from kvpool._allocator cimport BlockAllocator, set_item, too_few_blocks
 from kvpool._batch cimport SMALL, ids_of_size, parse_count, release_batch
@@ -18,6 +18,8 @@ from kvpool._kvp cimport (
     kvp_pool_touch, kvp_status_t,
 )
 from kvpool._kvp_block_hash cimport KVP_BLOCK_MAX_PARENT, kvp_block_room
+
+from operator import index
 
 import kvpool._list_table_operations as operations
 from kvpool.block_hash import get_block_hash
@@ -128,9 +130,10 @@ def free_table(pool, list table not None):
         release_batch(ids, small)
 
 
-def find_prefix_of_tokens(pool, hasher, list token_ids not None, Py_ssize_t max_blocks):
+def find_prefix_of_tokens(pool, hasher, list token_ids not None, max_blocks):
     if not is_plain(pool) or not can_hash(hasher):
         return operations.find_prefix_of_tokens(pool, hasher, token_ids, max_blocks)
+    cdef Py_ssize_t most = min(index(max_blocks), INT32_MAX)
     cdef BlockHome home = (<BlockAllocator>pool).the_home()
     cdef BlockHasherBase native = hasher
     cdef Py_ssize_t size = native.block_size, start = 0
@@ -142,7 +145,7 @@ def find_prefix_of_tokens(pool, hasher, list token_ids not None, Py_ssize_t max_
     cdef int32_t block_id
     cdef int64_t hits
     # The size is asked for each time: tokens that are no ints are made ones by code of the caller.
-    while PyList_GET_SIZE(found) < max_blocks and start + size <= PyList_GET_SIZE(token_ids):
+    while PyList_GET_SIZE(found) < most and start + size <= PyList_GET_SIZE(token_ids):
         digest = native.hash_at(digest, token_ids, start, size, few_tokens, few_bytes)
         parse_digest(digest, GROUP, &key)
         kvpool_lock_acquire(&home.lock)
@@ -187,22 +190,28 @@ cdef int32_t cache_or_replace(BlockHome home, bytes digest, int32_t block_id) ex
         twin = block_id
         status = kvp_pool_cache(home.pool, &key, &block_id, 1, 0, 0, KVP_CACHE_IDEMPOTENT, &fault)
     else:
-        status = kvp_pool_free(home.pool, &block_id, 1, KVP_PLACE_BY_HASH, &fault)
+        # The twin first: only a block that nobody has can fail behind it, and then the reference goes back.
+        status = kvp_pool_touch(home.pool, &twin, 1, &fault)
         if status == KVP_OK:
-            status = kvp_pool_touch(home.pool, &twin, 1, &fault)
+            status = kvp_pool_free(home.pool, &block_id, 1, KVP_PLACE_BY_HASH, &fault)
+            if status != KVP_OK:
+                kvp_pool_free(home.pool, &twin, 1, KVP_PLACE_BY_HASH, NULL)
     kvpool_lock_release(&home.lock)
     raise_status(status, &fault, "cache_completed_blocks", home)
     return twin
 
 
-def cache_completed_blocks(pool, hasher, list table not None, list token_ids not None, Py_ssize_t max_new_blocks):
+def cache_completed_blocks(pool, hasher, list table not None, list token_ids not None, max_new_blocks):
     if not is_plain(pool) or not can_hash(hasher):
         return operations.cache_completed_blocks(pool, hasher, table, token_ids, max_new_blocks)
     cdef BlockHome home = (<BlockAllocator>pool).the_home()
     cdef BlockHasherBase native = hasher
     cdef Py_ssize_t size = native.block_size
-    cdef Py_ssize_t i = num_hashed_blocks(home, table), past = i + max_new_blocks
-    cdef bytes digest = parent_of(home, table, i) if i else hasher.none_hash
+    cdef Py_ssize_t most = min(index(max_new_blocks), INT32_MAX)
+    cdef bytes digest = hasher.none_hash
+    cdef Py_ssize_t i = num_hashed_blocks(home, table), past = i + most
+    if i > 0:
+        digest = parent_of(home, table, i)
     cdef int32_t few_tokens[BLOCK_TOKENS]
     cdef uint8_t few_bytes[BLOCK_BYTES]
     cdef int32_t block_id, twin

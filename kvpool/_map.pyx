@@ -1,7 +1,8 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """BlockHashToBlockMap: the prefix map, seen as vLLM shows it."""
 cimport cython
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_Check
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -10,7 +11,7 @@ from kvpool._block cimport (
     parse_key, raise_status,
 )
 from kvpool._kvp cimport (
-    KVP_ENTRY_IN_MAP, KVP_NONE, KVP_SECRET_WORDS, kvp_fault_t, kvp_key_t, kvp_map_add, kvp_map_create, kvp_map_destroy,
+    KVP_ENTRY_IN_MAP, KVP_NONE, KVP_OK, KVP_SECRET_WORDS, kvp_fault_t, kvp_key_t, kvp_map_add, kvp_map_create, kvp_map_destroy,
     kvp_map_discard, kvp_map_entry, kvp_map_find, kvp_map_find_block, kvp_map_t, kvp_pool_insert_key,
     kvp_pool_next_secondary, kvp_pool_primary, kvp_pool_remove_key, kvp_status_t,
 )
@@ -38,8 +39,13 @@ cdef const uint64_t *probing_secret() noexcept:
 
 
 cdef int32_t parse_wanted_id(object block_id) noexcept:
-    """An id to look for; one that no block can have is found nowhere."""
-    return <int32_t>block_id if isinstance(block_id, int) and -1 <= block_id <= INT32_MAX else INT32_MIN
+    """An id to look for; one that no block can have is found nowhere. Never runs code of the caller."""
+    cdef int overflow = 0
+    cdef long value
+    if not PyLong_Check(block_id):
+        return INT32_MIN
+    value = PyLong_AsLongAndOverflow(block_id, &overflow)
+    return <int32_t>value if overflow == 0 and -1 <= value <= INT32_MAX else INT32_MIN
 
 
 @cython.final
@@ -60,9 +66,11 @@ cdef class BlockHashToBlockMap:
     def __init__(self):
         if self.map is not NULL:
             raise BlockStateError("this map is initialised already")
-        raise_status(kvp_map_create(SECRET, &self.map), NULL, "BlockHashToBlockMap", None)
+        cdef dict blocks = {}
+        if kvp_map_create(SECRET, &self.map) != KVP_OK:
+            raise MemoryError("no memory for a prefix map")
         self.owns_map = True
-        self.blocks = {}
+        self.blocks = blocks
 
     def __dealloc__(self):
         if self.owns_map:
@@ -120,6 +128,12 @@ cdef class BlockHashToBlockMap:
         entry = kvp_map_find_block(self.map, &parsed, view.block_id)
         if entry == KVP_NONE:
             raise_status(kvp_map_add(self.map, &parsed, view.block_id, &entry), &fault, "insert", None)
+            try:
+                self.blocks[entry] = block
+            except BaseException:
+                kvp_map_discard(self.map, entry)
+                raise
+            return
         self.blocks[entry] = block
 
     def pop(self, key, block_id):

@@ -1,7 +1,8 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """Read-only views of a pool's parts: its blocks by id, the further hashes of each block, its counters."""
 cimport cython
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_Check
 from libc.stdint cimport int32_t
 
 from kvpool._block cimport BlockHome, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release
@@ -52,10 +53,14 @@ cdef class SecondaryKeys(PoolView):
     def keys_of(self, block_id):
         cdef set keys = set()
         cdef int32_t entry = KVP_NONE
-        if isinstance(block_id, int) and 0 <= block_id < self.home.num_handles:
+        cdef long node
+        cdef int overflow = 0
+        # The number itself, whatever its class makes of a comparison.
+        node = PyLong_AsLongAndOverflow(block_id, &overflow) if PyLong_Check(block_id) else -1
+        if overflow == 0 and 0 <= node < self.home.num_handles:
             kvpool_lock_acquire(&self.home.lock)
             while True:
-                entry = kvp_pool_next_secondary(self.home.pool, block_id, entry)
+                entry = kvp_pool_next_secondary(self.home.pool, <int32_t>node, entry)
                 if entry == KVP_NONE:
                     break
                 keys.add(key_bytes(kvp_map_entry(&self.home.pool.map, entry)))

@@ -1,14 +1,13 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """Second third of the native pool: which blocks a hash leads to, and which hashes a block carries."""
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
-from cpython.object cimport PyObject
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
-from kvpool._allocator cimport BlockAllocator, incref, set_item
+from kvpool._allocator cimport BlockAllocator
 from kvpool._batch cimport SMALL, ids_of_size, keys_of_size, release_batch
 from kvpool._block cimport (
-    BlockHome, KVCacheBlock as _KVCacheBlock, borrowed_handle, key_bytes, kvpool_lock_acquire, kvpool_lock_release,
+    BlockHome, KVCacheBlock as _KVCacheBlock, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release,
     node_in,
     parse_digest, parse_group, parse_key, parse_tokens, raise_status,
 )
@@ -41,22 +40,21 @@ cdef class PrefixCache(BlockAllocator):
         """The first inserted block of this hash in each group, or None if any group has none. O(groups)."""
         cdef BlockHome home = self.the_home()
         cdef list groups = kv_cache_group_ids if type(kv_cache_group_ids) is list else list(kv_cache_group_ids)
-        cdef Py_ssize_t i, n = PyList_GET_SIZE(groups)
-        cdef list found = PyList_New(n)
+        cdef list found = []
         cdef kvp_key_t key
+        cdef uint32_t group
         cdef int32_t entry, block_id
-        cdef PyObject *view
-        for i in range(n):
-            parse_digest(block_hash, parse_group(<object>PyList_GET_ITEM(groups, i)), &key)
+        # A group may be an object with code of its own, which may change the list.
+        for group_id in groups:
+            group = parse_group(group_id)
+            parse_digest(block_hash, group, &key)
             kvpool_lock_acquire(&home.lock)
             entry = kvp_map_find(&home.pool.map, &key)
             block_id = kvp_map_entry(&home.pool.map, entry).block_id if entry != KVP_NONE else KVP_NONE
             kvpool_lock_release(&home.lock)
             if entry == KVP_NONE:
                 return None if self.hand_made is None else self.cached_by_hand(block_hash, groups)
-            view = borrowed_handle(home, block_id)
-            incref(view)
-            set_item(found, i, view)
+            found.append(handle_of(home, block_id))
         return found
 
     cdef Py_ssize_t find_prefix(self, list hashes, Py_ssize_t n, uint32_t group_id, int32_t *ids) except -1:
@@ -212,9 +210,10 @@ cdef class PrefixCache(BlockAllocator):
 
     def _remove_cached_block_hashes(self, block):
         """Every hash of the block is gone; returns the keys under which a lookup found it."""
+        cdef int32_t node = self.own_id(block, "cached hashes")
         cdef list keys = self._cached_block_hashes(block)
         kvpool_lock_acquire(&self.home.lock)
-        kvp_pool_drop_hashes(self.home.pool, (<_KVCacheBlock>block).node)
+        kvp_pool_drop_hashes(self.home.pool, node)
         kvpool_lock_release(&self.home.lock)
         return keys
 

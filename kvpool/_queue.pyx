@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """FreeKVCacheBlockQueue: the free list, seen as vLLM shows it."""
 cimport cython
@@ -83,15 +83,18 @@ cdef class FreeKVCacheBlockQueue:
     cdef object __weakref__
 
     def __init__(self, blocks):
+        cdef BlockHome home
+        cdef list batch = list(blocks)
         if self.home is not None:
             raise BlockStateError("this queue is initialised already")
-        self.home = BlockHome.__new__(BlockHome)
-        self.home.links = &self.home.own_links
+        home = BlockHome.__new__(BlockHome)
+        home.links = &home.own_links
+        home.vacant = []
+        give_room(home, 8)
+        self.table = HandleTable(home)
         self.stand_alone = True
-        self.home.vacant = []
-        give_room(self.home, 8)
-        self.table = HandleTable(self.home)
-        self.append_n(blocks)
+        self.home = home
+        self.append_n(batch)
 
     # ---- which node is this block? ----
 
@@ -157,9 +160,22 @@ cdef class FreeKVCacheBlockQueue:
                 status = kvp_pool_pop_detached(home.pool, n, nodes)
             kvpool_lock_release(&home.lock)
             raise_status(status, NULL, "popleft_n", home)
-            return [handle_of(home, nodes[i]) for i in range(n)]
+            try:
+                return [handle_of(home, nodes[i]) for i in range(n)]
+            except BaseException:
+                self.put_back(nodes, n)
+                raise
         finally:
             PyMem_Free(nodes)
+
+    cdef int put_back(self, const int32_t *nodes, int32_t n) except -1:
+        kvpool_lock_acquire(&self.home.lock)
+        if self.stand_alone:
+            kvp_free_list_prepend_n(self.home.links, nodes, n, NULL)
+        else:
+            kvp_pool_attach(self.home.pool, nodes, n, KVP_PLACE_HEAD, NULL)
+        kvpool_lock_release(&self.home.lock)
+        return 0
 
     cdef int link(self, object blocks, kvp_placement_t where, str call) except -1:
         cdef BlockHome home = self.home

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """What a scheduler does with a request at every step, native: its tokens, their number, and the block hashes that
 follow them. ``kvpool.reference.request`` says the same in Python."""
@@ -82,12 +82,19 @@ cdef bint are_ints(list tokens) noexcept:
 cdef class RequestBase:
     """Tokens, counts and hashes of a request; see ``Request``."""
 
+    def __cinit__(self):
+        # There from the start: they are read without a look whether they are.
+        self._all_token_ids = TokenList()
+        self._output_token_ids = []
+        self.hashes = []
+
     def __init__(self, list all_token_ids not None, block_hasher, Py_ssize_t hash_block_size):
         self._all_token_ids = TokenList(all_token_ids)
         self._output_token_ids = []
         self.hashes = []
         self._block_hasher = block_hasher
         self.hash_block_size = hash_block_size
+        self.native_hasher = None
         if isinstance(block_hasher, BlockHasherBase) and type(block_hasher).__call__ is BlockHashing.__call__:
             self.native_hasher = block_hasher
         self.spec_token_ids = []
@@ -136,16 +143,19 @@ cdef class RequestBase:
     cdef int refresh(self) except -1:
         cdef list hashes
         cdef Py_ssize_t num_tokens, num_hashes, size = self.hash_block_size
+        cdef bint are_plain
         if self._block_hasher is None:
             return 0
         hashes = self.current_hashes()
         if size <= 0:
             hashes.extend(self._block_hasher(self))
             return 0
-        num_tokens, num_hashes = PyList_GET_SIZE(self._all_token_ids), PyList_GET_SIZE(hashes)
-        if num_tokens // size == num_hashes:
+        if PyList_GET_SIZE(self._all_token_ids) // size == PyList_GET_SIZE(hashes):
             return 0
-        if num_tokens // size > num_hashes and self.native_hasher is not None and self.are_new_blocks_plain():
+        # Before anything is read: what is asked for its truth may change both lists.
+        are_plain = self.native_hasher is not None and self.are_new_blocks_plain()
+        num_tokens, num_hashes = PyList_GET_SIZE(self._all_token_ids), PyList_GET_SIZE(hashes)
+        if are_plain and num_tokens // size > num_hashes:
             self.native_hasher._hash_plain_blocks(
                 hashes[num_hashes - 1] if num_hashes > 0 else self.native_hasher.none_hash,
                 PyList_GetSlice(self._all_token_ids, num_hashes * size, num_tokens), 0, hashes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvpool._block_hashing import BlockHashing, parse_block_size
 from kvpool.arguments import show, to_float, to_int, to_text
@@ -248,6 +248,12 @@ class RequestOperations:
         """Whether it is served before the other: by priority, then arrival, then id."""
         mine = (self.priority, self.arrival_time, self.request_id, id(self))
         return mine < (other.priority, other.arrival_time, other.request_id, id(other))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"request {self.request_id!r} can't be pickled or copied: its block tables go by its id, its hashes by the "
+            "hasher of this process; make a new Request of its tokens"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """What attention backends want of rows of block ids, native: slots, rows of keys and values, compressed rows, rows in
 the order of the batch, and the leading blocks that a batch has in common.
@@ -6,9 +6,9 @@ the order of the batch, and the leading blocks that a batch has in common.
 ``StepOutputs`` gives all of it for a step of the scheduler in one call, in arrays that are made once.
 """
 from cpython.dict cimport PyDict_GetItemWithError
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.string cimport memcpy
 
 from kvpool._int_arrays cimport (
     kvpool_array_data, kvpool_array_size, kvpool_import_arrays, kvpool_int_bytes, kvpool_is_writeable,
@@ -19,7 +19,7 @@ from kvpool._kvp_block_table cimport (
     kvp_table_status_t,
 )
 from kvpool._tables cimport (
-    BlockRowGroups, BlockRows, batch_t, end_batch, ints_of, plain_ints, raise_status, start_batch,
+    BlockRowGroups, BlockRows, Counts, batch_t, end_batch, ints_of, new_counts, pin, plain_ints, raise_status, start_batch,
 )
 
 import numpy
@@ -39,7 +39,10 @@ cdef int64_t *slots_out(object out, Py_ssize_t n) except NULL:
     return <int64_t *>kvpool_array_data(out)
 
 
-cdef int check_same(object rows, Py_ssize_t n) except -1:
+cdef int check_same(object rows, object items, Py_ssize_t n) except -1:
+    """The last look at arrays of the caller before the core reads them: numpy's calls can run code that resizes them."""
+    if kvpool_array_size(items) != n:
+        raise InvalidArgumentError(f"the batch changed from {n} to {kvpool_array_size(items)} items while it was read")
     if rows is not None and kvpool_array_size(rows) != n:
         raise InvalidArgumentError(f"{kvpool_array_size(rows)} rows for a batch of {n}")
     return 0
@@ -62,10 +65,12 @@ def compute_slots(BlockRows table not None, rows, positions, out=None):
     cdef Py_ssize_t n = kvpool_array_size(tokens)
     cdef kvp_table_fault_t fault
     cdef kvp_table_status_t status
-    check_same(places, n)
+    cdef int64_t *slots
     if out is None:
         out = numpy.empty(n, numpy.int64)
-    status = kvp_table_slots(&table.table, ints_of(places), ints_of(tokens), n, slots_out(out, n), &fault)
+    slots = slots_out(out, n)
+    check_same(places, tokens, n)
+    status = kvp_table_slots(&table.table, ints_of(places), ints_of(tokens), n, slots, &fault)
     if status != KVP_TABLE_OK:
         raise_status(status, fault)
     return out if kvpool_array_size(out) == n else out[:n]
@@ -112,6 +117,10 @@ def compute_kv_rows(slots not None, int32_t block_size, key_rows not None, value
     kvp_table_kv_rows(<int64_t *>kvpool_array_data(slots), n, block_size, slots_out(key_rows, n), slots_out(value_rows, n))
 
 
+cdef inline int64_t int_at(kvp_ints_t ints, Py_ssize_t i) noexcept:
+    return (<const int64_t *>ints.items)[i] if ints.is_wide else (<const int32_t *>ints.items)[i]
+
+
 def compress_rows(BlockRows table not None, rows, num_tokens):
     """The blocks that hold each request's tokens, in compressed rows (FlashInfer's paged layout).
 
@@ -126,10 +135,18 @@ def compress_rows(BlockRows table not None, rows, num_tokens):
     cdef object places = None if rows is None else plain_ints(rows)
     cdef object tokens = plain_ints(num_tokens)
     cdef Py_ssize_t n = kvpool_array_size(tokens)
-    check_same(places, n)
+    cdef kvp_ints_t row_of
+    cdef int64_t row, room = 0
+    cdef Py_ssize_t i
+    check_same(places, tokens, n)
+    row_of = ints_of(places)
+    for i in range(n):
+        row = i if row_of.items is NULL else int_at(row_of, i)
+        if 0 <= row < table.table.num_rows:
+            room += table.table.num_blocks[row]
     starts, lens = numpy.empty(n + 1, numpy.int32), numpy.empty(n, numpy.int32)
-    cdef object used = table.num_blocks_per_row[:n] if places is None else table.num_blocks_per_row.take(places, mode="clip")
-    blocks = numpy.empty(int(used.sum(dtype=numpy.int64)), numpy.int32)
+    blocks = numpy.empty(room, numpy.int32)
+    check_same(places, tokens, n)
     write_compressed(table, ints_of(places), ints_of(tokens), n, starts, blocks, lens)
     return starts, blocks[:starts[n]], lens
 
@@ -153,6 +170,7 @@ def gather_rows(BlockRows table not None, rows, int32_t width):
     if width < 1:
         raise InvalidArgumentError(f"rows of {width} blocks")
     out = numpy.empty(n * width, numpy.int32)
+    check_same(None, places, n)
     status = kvp_table_gather(&table.table, ints_of(places), n, width, <int32_t *>kvpool_array_data(out), &fault)
     if status != KVP_TABLE_OK:
         raise_status(status, fault)
@@ -175,6 +193,26 @@ def num_common_blocks(BlockRows table not None, rows, int32_t limit):
     """
     cdef object places = plain_ints(rows)
     return num_common(table, ints_of(places), kvpool_array_size(places), limit)
+
+
+cdef class Arrays:
+    """What ``make_array`` makes, looked at: one-dimensional, of the type and length asked for, and kept in its place."""
+    cdef object make
+    cdef list pins
+
+    def __init__(self, make):
+        self.make = make
+        self.pins = []
+
+    cdef object one(self, Py_ssize_t n, int num_bytes):
+        cdef object dtype = numpy.int64 if num_bytes == 8 else numpy.int32
+        cdef object array = self.make(n, dtype)
+        if isinstance(array, numpy.ndarray):
+            self.pins.append(pin(array))
+        if kvpool_int_bytes(array) != num_bytes or not kvpool_is_writeable(array) or kvpool_array_size(array) < n:
+            raise TypeError(f"make_array({n}, {dtype.__name__}) made no writable array of one dimension and as many items, "
+                            f"but {array!r}")
+        return array
 
 
 cdef class StepOutputs:
@@ -206,12 +244,14 @@ cdef class StepOutputs:
     cdef readonly Py_ssize_t num_requests
     cdef readonly Py_ssize_t num_tokens
     cdef readonly object rows, seq_lens, query_starts, positions, token_rows
-    cdef readonly list slots, key_rows, value_rows, block_starts, blocks, last_block_lens, num_common_blocks
-    cdef int32_t *row
-    cdef int32_t *seq_len
-    cdef int32_t *query_start
-    cdef int64_t *position
-    cdef int32_t *token_row
+    cdef readonly tuple slots, key_rows, value_rows, block_starts, blocks, last_block_lens
+    cdef readonly list num_common_blocks
+    # The step that is being gathered. Nobody else can write here, as the caller can into the arrays.
+    cdef Counts row
+    cdef Counts seq_len
+    cdef Counts query_start
+    cdef list pins
+    cdef bint is_under_way
     cdef int32_t max_num_requests
     cdef int64_t max_num_tokens
     cdef bint with_kv_rows, with_compressed
@@ -220,69 +260,96 @@ cdef class StepOutputs:
                  bint with_compressed=False, make_array=numpy.empty):
         if max_num_tokens < 1:
             raise InvalidArgumentError(f"steps of at most {max_num_tokens} tokens")
+        if groups.num_groups < 1:
+            raise InvalidArgumentError("these block tables were never initialised")
         cdef int32_t num_rows = groups.group_at(0).table.num_rows
-        cdef Py_ssize_t num_groups = groups.num_groups
-        self.groups, self.max_num_requests, self.max_num_tokens = groups, num_rows, max_num_tokens
+        cdef int32_t num_groups = groups.num_groups
+        cdef Py_ssize_t num_items = max_num_tokens
+        made = Arrays(make_array)
+        rows, seq_lens = (made.one(num_rows, 4) for _ in range(2))
+        query_starts = made.one(<Py_ssize_t>num_rows + 1, 4)
+        positions, token_rows = made.one(num_items, 8), made.one(num_items, 4)
+        tokens = [num_items] * num_groups
+        slots = tuple([made.one(n, 8) for n in tokens])
+        key_rows, value_rows = (tuple([made.one(n, 8) for n in tokens if with_kv_rows]) for _ in range(2))
+        widths = [groups.group_at(i).table.width for i in range(num_groups) if with_compressed]
+        sizes = [(num_rows + 1, num_rows * width, num_rows) for width in widths]
+        block_starts, blocks, last_block_lens = (tuple([made.one(size[i], 4) for size in sizes]) for i in range(3))
+        row, seq_len = new_counts(num_rows), new_counts(num_rows)
+        query_start = new_counts(<Py_ssize_t>num_rows + 1)
+        # No code of the caller runs from here on.
+        if self.groups is not None:
+            raise InvalidArgumentError("the outputs of a step are made once")
+        self.max_num_requests, self.max_num_tokens = num_rows, max_num_tokens
         self.with_kv_rows, self.with_compressed = with_kv_rows, with_compressed
-        self.rows, self.seq_lens, self.query_starts = (make_array(n, numpy.int32) for n in (num_rows, num_rows, num_rows + 1))
-        self.positions, self.token_rows = make_array(max_num_tokens, numpy.int64), make_array(max_num_tokens, numpy.int32)
-        self.row, self.seq_len = <int32_t *>kvpool_array_data(self.rows), <int32_t *>kvpool_array_data(self.seq_lens)
-        self.query_start = <int32_t *>kvpool_array_data(self.query_starts)
-        self.position = <int64_t *>kvpool_array_data(self.positions)
-        self.token_row = <int32_t *>kvpool_array_data(self.token_rows)
-        tokens = [max_num_tokens] * num_groups
-        self.slots = [make_array(n, numpy.int64) for n in tokens]
-        self.key_rows, self.value_rows = ([make_array(n, numpy.int64) for n in tokens if with_kv_rows] for _ in range(2))
-        sizes = [(num_rows + 1, num_rows * rows.width, num_rows) for rows in groups.groups if with_compressed]
-        self.block_starts, self.blocks, self.last_block_lens = (
-            [make_array(size[i], numpy.int32) for size in sizes] for i in range(3))
+        self.rows, self.seq_lens, self.query_starts = rows, seq_lens, query_starts
+        self.positions, self.token_rows = positions, token_rows
+        self.slots, self.key_rows, self.value_rows = slots, key_rows, value_rows
+        self.block_starts, self.blocks, self.last_block_lens = block_starts, blocks, last_block_lens
         self.num_common_blocks = [0] * num_groups
-        self.query_start[0] = 0
+        self.row, self.seq_len, self.query_start = row, seq_len, query_start
+        self.pins = made.pins
+        (<int32_t *>kvpool_array_data(query_starts))[0] = 0
+        self.groups = groups
 
-    cdef int add_request(self, object request_id, object row_of, object num_scheduled, int64_t computed) except -1:
+    cdef int add_request(self, object request_id, object row_of, object num_scheduled, object num_computed) except -1:
         """Puts a request behind those of the step; its tokens are the next ones."""
         cdef PyObject *row = PyDict_GetItemWithError(row_of, request_id)
+        cdef object found_row = None if row is NULL else <object>row
         cdef PyObject *scheduled = PyDict_GetItemWithError(num_scheduled, request_id)
-        if row is NULL or scheduled is NULL:
-            raise KeyError(f"request {request_id!r} has no {'row' if row is NULL else 'scheduled tokens'}")
-        cdef int64_t n = <object>scheduled
-        cdef int64_t end = self.query_start[self.num_requests] + n
-        if self.num_requests == self.max_num_requests or n < 1 or end > self.max_num_tokens or computed < 0:
-            raise InvalidArgumentError(f"request {request_id!r}: {n} tokens behind {computed} in a step of {end}, where "
+        cdef object found_tokens = None if scheduled is NULL else <object>scheduled
+        if found_row is None or found_tokens is None:
+            raise KeyError(f"request {request_id!r} has no {'row' if found_row is None else 'scheduled tokens'}")
+        cdef int64_t n = found_tokens
+        cdef int64_t computed = num_computed
+        cdef int32_t its_row = found_row
+        cdef int64_t begin = self.query_start.items[self.num_requests]
+        if (self.num_requests == self.max_num_requests or n < 1 or n > self.max_num_tokens - begin
+                or not 0 <= computed <= INT32_MAX - n):
+            raise InvalidArgumentError(f"request {request_id!r}: {n} tokens behind {computed} in a step of {begin}, where "
                                        f"{self.max_num_requests} rows and {self.max_num_tokens} tokens fit")
-        self.row[self.num_requests] = <object>row
-        self.seq_len[self.num_requests] = <int32_t>min(computed + n, <int64_t>INT32_MAX)
+        self.row.items[self.num_requests] = its_row
+        self.seq_len.items[self.num_requests] = <int32_t>(computed + n)
         self.num_requests += 1
-        self.query_start[self.num_requests] = <int32_t>end
+        self.query_start.items[self.num_requests] = <int32_t>(begin + n)
         return 0
 
     cdef int gather_batch(self, object output, dict row_of) except -1:
         cdef object cached = output.scheduled_cached_requests
         cdef dict num_scheduled = output.num_scheduled_tokens
-        cdef list ids = cached.request_ids
-        cdef list computed = cached.num_computed_tokens
+        cdef list ids = list(cached.request_ids)
+        cdef list computed = list(cached.num_computed_tokens)
         cdef Py_ssize_t i
-        if PyList_GET_SIZE(ids) != PyList_GET_SIZE(computed):
+        if len(ids) != len(computed):
             raise InvalidArgumentError("the lists of the running requests have unequal lengths")
         self.num_requests = self.num_tokens = 0
-        for i in range(PyList_GET_SIZE(ids)):
-            self.add_request(<object>PyList_GET_ITEM(ids, i), row_of, num_scheduled, <object>PyList_GET_ITEM(computed, i))
+        for i in range(len(ids)):
+            self.add_request(ids[i], row_of, num_scheduled, computed[i])
         for data in output.scheduled_new_requests:
             self.add_request(data.request_id, row_of, num_scheduled, data.num_computed_tokens)
         return 0
 
     cdef int64_t spread_tokens(self) noexcept:
-        """Position and row of each token; returns the fewest tokens that a request had before the step."""
+        """Fills the arrays of requests and tokens; returns the fewest tokens that a request had before the step."""
+        cdef int32_t *row = self.row.items
+        cdef int32_t *seq_len = self.seq_len.items
+        cdef int32_t *start = self.query_start.items
+        cdef int64_t *position = <int64_t *>kvpool_array_data(self.positions)
+        cdef int32_t *token_row = <int32_t *>kvpool_array_data(self.token_rows)
+        cdef size_t num_bytes = <size_t>self.num_requests * sizeof(int32_t)
         cdef int64_t fewest = INT32_MAX
         cdef int64_t first
         cdef Py_ssize_t i, token
+        memcpy(kvpool_array_data(self.rows), row, num_bytes)
+        memcpy(kvpool_array_data(self.seq_lens), seq_len, num_bytes)
+        memcpy(kvpool_array_data(self.query_starts), start, num_bytes + sizeof(int32_t))
         for i in range(self.num_requests):
-            first = self.seq_len[i] - (self.query_start[i + 1] - self.query_start[i])
+            first = seq_len[i] - (start[i + 1] - start[i])
             fewest = min(fewest, first)
-            for token in range(self.query_start[i], self.query_start[i + 1]):
-                self.position[token] = first + (token - self.query_start[i])
-                self.token_row[token] = self.row[i]
-        self.num_tokens = self.query_start[self.num_requests]
+            for token in range(start[i], start[i + 1]):
+                position[token] = first + (token - start[i])
+                token_row[token] = row[i]
+        self.num_tokens = start[self.num_requests]
         return fewest
 
     cdef int write_group(self, Py_ssize_t g, int64_t fewest) except -1:
@@ -302,9 +369,7 @@ cdef class StepOutputs:
         if self.with_compressed:
             write_compressed(table, rows, ints_of(self.seq_lens), self.num_requests, self.block_starts[g],
                              self.blocks[g], self.last_block_lens[g])
-        self.num_common_blocks[g] = num_common(table, rows, self.num_requests,
-                                               <int32_t>(fewest // table.table.block_size))
-        return 0
+        return num_common(table, rows, self.num_requests, <int32_t>(fewest // table.table.block_size))
 
     def apply_step(self, output not None, dict row_of not None):
         """Applies what a ``SchedulerOutput`` says about block tables and writes the arrays of this step.
@@ -319,18 +384,26 @@ cdef class StepOutputs:
                 the scheduler gave no block, with its appends applied.
         """
         cdef batch_t batch
-        cdef Py_ssize_t g
+        cdef int32_t g
         cdef int64_t fewest
+        cdef list common = []
+        if self.groups is None:
+            raise InvalidArgumentError("the outputs of a step were never initialised")
+        if self.is_under_way:
+            raise InvalidArgumentError("a step is under way: apply_step was called from within itself")
+        self.is_under_way = True
         start_batch(&batch)
         try:
             self.groups.gather_step(&batch, output, row_of)
             self.gather_batch(output, row_of)
             self.groups.apply(&batch)
+            fewest = self.spread_tokens()
+            for g in range(self.groups.num_groups):
+                common.append(self.write_group(g, fewest))
+            self.num_common_blocks = common
         finally:
             end_batch(&batch)
-        fewest = self.spread_tokens()
-        for g in range(self.groups.num_groups):
-            self.write_group(g, fewest)
+            self.is_under_way = False
 
 
 cdef class QuerySlots:
@@ -344,14 +417,19 @@ cdef class QuerySlots:
     """
     cdef BlockRows table
     cdef object out
+    cdef object out_pin
     cdef int64_t *slots
     cdef Py_ssize_t room
     cdef Py_ssize_t num_written
 
     def __init__(self, BlockRows table not None, out not None):
-        self.table, self.out = table, out
+        cdef int64_t *slots
+        out_pin = pin(out) if isinstance(out, numpy.ndarray) else None
+        slots = slots_out(out, 1)
+        if self.slots is not NULL:
+            raise InvalidArgumentError("the slots of a group are made once")
+        self.table, self.out, self.out_pin, self.slots = table, out, out_pin, slots
         self.room = self.num_written = kvpool_array_size(out)
-        self.slots = slots_out(out, 1)
 
     def write(self, int32_t num_rows, size_t query_starts, size_t positions, Py_ssize_t num_tokens):
         """``compute_query_slots`` for int32 query starts [num_rows + 1] and int64 positions [num_tokens] at two addresses.
@@ -359,7 +437,9 @@ cdef class QuerySlots:
         The caller answers for the addresses. O(tokens of this step and the one before).
         """
         cdef Py_ssize_t i
-        if num_tokens > self.room:
+        if self.slots is NULL:
+            raise InvalidArgumentError("the slots were never initialised")
+        if num_tokens < 0 or num_tokens > self.room:
             raise InvalidArgumentError(f"{num_tokens} tokens do not fit into {self.room} slots")
         write_query_slots(self.table, <const int32_t *>query_starts, num_rows, <const int64_t *>positions, num_tokens,
                           self.slots)

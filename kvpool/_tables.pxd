@@ -21,12 +21,20 @@ cdef struct batch_t:
     kvp_table_edit_t few_edits[FEW_EDITS]
 
 
+# Memory of a table that nobody but the table writes, shown as a read-only buffer.
+cdef class Counts:
+    cdef int32_t *items
+    cdef Py_ssize_t length
+
+
 cdef class BlockRows:
     cdef kvp_block_table_t table
     cdef kvpool_lock_t lock
     cdef readonly object block_ids
     cdef readonly object num_blocks_per_row
-    cdef object changed
+    cdef Counts counts
+    cdef Counts changed
+    cdef object memory_pin
 
     cdef int apply(self, batch_t *batch) except -1
     cdef int release(self, kvp_table_status_t status, kvp_table_fault_t fault) except -1
@@ -47,4 +55,6 @@ cdef void start_batch(batch_t *batch) noexcept
 cdef void end_batch(batch_t *batch) noexcept
 cdef int raise_status(kvp_table_status_t status, kvp_table_fault_t fault) except -1
 cdef object plain_ints(object items)
+cdef object pin(object array)
+cdef Counts new_counts(Py_ssize_t length)
 cdef kvp_ints_t ints_of(object array) noexcept

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=True, freethreading_compatible=True
 """Rows of block ids, native: tables over csrc/kvp_block_table.c for one KV cache group or for all of them.
 
@@ -6,11 +6,12 @@ A call reads its Python objects first, then makes one call of the core, which ap
 counts are numpy arrays: torch takes them by ``torch.from_numpy`` without a copy. What is derived from a table (slots,
 compressed rows ...) is in ``_table_outputs``.
 """
-from cpython.buffer cimport PyBuffer_Release, PyObject_GetBuffer
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo, PyObject_GetBuffer
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
-from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_AsLongLongAndOverflow, PyLong_CheckExact
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
 from libc.string cimport memcpy
@@ -28,6 +29,9 @@ from kvpool._kvp_block_table cimport (
     kvp_block_table_num_changes, kvp_block_table_swap_rows, kvp_block_table_take_changes, kvp_block_table_t,
     kvp_ints_t, kvp_span_t, kvp_table_edit_t, kvp_table_fault_t, kvp_table_shape_t, kvp_table_status_t,
 )
+
+import weakref
+from operator import index
 
 import numpy
 
@@ -81,9 +85,11 @@ cdef kvp_ints_t ints_of(object array) noexcept:
 cdef int32_t unusual_id(object item) except? -1:
     if isinstance(item, bool) or not hasattr(item, "__index__"):
         raise TypeError(f"a block id is an int, not {type(item).__name__}: {item!r}")
-    cdef object value = item.__index__()
-    if not INT32_MIN <= value <= INT32_MAX:
-        raise InvalidArgumentError(f"no block {value} in the pool")
+    # The number itself, whatever its class makes of a comparison.
+    cdef int overflow = 0
+    cdef long long value = PyLong_AsLongLongAndOverflow(index(item), &overflow)
+    if overflow != 0 or not INT32_MIN <= value <= INT32_MAX:
+        raise InvalidArgumentError(f"no block {item} in the pool")
     return <int32_t>value
 
 
@@ -95,6 +101,35 @@ cdef inline int32_t parse_id(object item) except? -1:
         if overflow == 0 and INT32_MIN <= value <= INT32_MAX:
             return <int32_t>value
     return unusual_id(item)
+
+
+cdef object pin(object array):
+    """What keeps the memory of an array in its place while it is kept: numpy resizes no array that is weakly referenced,
+    whatever the call says of references."""
+    owner = array
+    while isinstance(owner.base, numpy.ndarray):
+        owner = owner.base
+    return owner, weakref.ref(owner)
+
+
+cdef Counts new_counts(Py_ssize_t length):
+    cdef Counts counts = Counts.__new__(Counts)
+    counts.items = <int32_t *>PyMem_Calloc(<size_t>max(length, 1), sizeof(int32_t))
+    if counts.items is NULL:
+        raise MemoryError(f"no memory for the counts of {length} rows")
+    counts.length = length
+    return counts
+
+
+@cython.final
+cdef class Counts:
+    """Numbers that the core goes by, so nobody else may write them: a read-only int32 buffer."""
+
+    def __dealloc__(self):
+        PyMem_Free(self.items)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.items, self.length * <Py_ssize_t>sizeof(int32_t), True, flags)
 
 
 # ---- edits of a batch ----
@@ -144,13 +179,15 @@ cdef int reserve_edit(batch_t *batch) except -1:
 
 
 cdef Py_ssize_t read_list(batch_t *batch, list ids) except -1:
-    # An item's __index__ may shorten the list while it is read, hence the size at each step.
+    # An item's __index__ may change the list while it is read: the size counts at each step, and the item is held.
     cdef Py_ssize_t i = 0
     cdef int32_t *out
+    cdef object item
     reserve_ids(batch, PyList_GET_SIZE(ids))
     out = batch.ids + batch.num_ids
     while i < PyList_GET_SIZE(ids) and batch.num_ids + i < batch.room_for_ids:
-        out[i] = parse_id(<object>PyList_GET_ITEM(ids, i))
+        item = <object>PyList_GET_ITEM(ids, i)
+        out[i] = parse_id(item)
         i += 1
     return i
 
@@ -212,7 +249,7 @@ cdef class BlockRows:
 
     Attributes:
         block_ids: the table, an int32 array [num_rows, width] that lies where the native code writes.
-        num_blocks_per_row: blocks of each row, int32 [num_rows], likewise.
+        num_blocks_per_row: blocks of each row, int32 [num_rows], likewise, but read-only.
     """
 
     def __init__(self, int32_t num_rows, int32_t width, int32_t block_size, int32_t ratio=1, num_ids=None, memory=None):
@@ -222,25 +259,35 @@ cdef class BlockRows:
         shape.num_rows, shape.width, shape.block_size, shape.ratio = num_rows, width, block_size, ratio
         shape.num_ids = INT32_MAX // max(ratio, 1) if num_ids is None else num_ids
         cdef int64_t num_cells = <int64_t>max(num_rows, 0) * max(width, 0)
+        cdef Counts counts, changed
         if memory is None and 0 < num_cells <= INT32_MAX:
             memory = numpy.empty(num_cells, numpy.int32)
-        if memory is not None:
+        elif memory is not None:
             is_whole = isinstance(memory, numpy.ndarray) and memory.flags.c_contiguous and memory.flags.writeable
             memory = memory.reshape(-1) if is_whole else None
-            if kvpool_int_bytes(memory) != 4:
+            if kvpool_int_bytes(memory) != 4 or not kvpool_is_writeable(memory):
                 raise TypeError("the memory of a table is a writable C-contiguous int32 array")
+        memory_pin = block_ids = num_blocks_per_row = None
+        if memory is not None:
+            memory_pin = pin(memory)
             if kvpool_array_size(memory) != num_cells:
                 raise InvalidArgumentError(f"the memory of a table of {num_rows} rows of {width} holds {memory.size}")
-        self.num_blocks_per_row = numpy.empty(max(num_rows, 0), numpy.int32)
-        self.changed = numpy.empty(2 * max(num_rows, 0), numpy.int32)
+            if num_cells > 0:
+                block_ids = memory.reshape(num_rows, width)
+        counts, changed = new_counts(max(num_rows, 0)), new_counts(2 * <Py_ssize_t>max(num_rows, 0))
+        if num_rows > 0:
+            num_blocks_per_row = numpy.frombuffer(counts, numpy.int32, num_rows)
+        # No code of the caller runs from here on.
+        if self.counts is not None:
+            raise InvalidArgumentError("a table is made once")
         status = kvp_block_table_init(&self.table, &shape,
                                       <int32_t *>(NULL if memory is None else kvpool_array_data(memory)),
-                                      <int32_t *>kvpool_array_data(self.num_blocks_per_row),
-                                      <kvp_span_t *>kvpool_array_data(self.changed))
+                                      counts.items, <kvp_span_t *>changed.items)
         if status != KVP_TABLE_OK:
             nothing.index = nothing.value = 0
             raise_status(status, nothing)
-        self.block_ids = memory.reshape(num_rows, width)
+        self.counts, self.changed, self.memory_pin = counts, changed, memory_pin
+        self.block_ids, self.num_blocks_per_row = block_ids, num_blocks_per_row
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyObject_GetBuffer(self.block_ids, buffer, flags)
@@ -400,6 +447,9 @@ cdef class BlockRowGroups:
             raise TypeError("block tables are made of one BlockRows or more")
         if len({each.num_rows for each in rows}) > 1 or len({id(each) for each in rows}) < len(rows):
             raise InvalidArgumentError("the groups must be different tables with the same number of rows")
+        for i in range(len(rows)):
+            if (<BlockRows>rows[i]).counts is None or (<BlockRows>rows[i]).table.num_rows != (<BlockRows>rows[0]).table.num_rows:
+                raise InvalidArgumentError(f"group {i} was never initialised, or has another number of rows than group 0")
         if self.tables is not NULL:
             raise InvalidArgumentError("block tables are made once")
         self.tables = <kvp_block_table_t **>PyMem_Malloc(len(rows) * sizeof(void *))
@@ -422,10 +472,11 @@ cdef class BlockRowGroups:
     cdef int gather(self, batch_t *batch, object block_ids, int32_t row, bint replaces) except -1:
         """Edits of one row, a list of ids for each group."""
         cdef int32_t i
-        if len(block_ids) != self.num_groups:
-            raise InvalidArgumentError(f"ids of {len(block_ids)} groups for tables of {self.num_groups}")
+        cdef tuple by_group = tuple(block_ids)
+        if len(by_group) != self.num_groups:
+            raise InvalidArgumentError(f"ids of {len(by_group)} groups for tables of {self.num_groups}")
         for i in range(self.num_groups):
-            add_edit(batch, block_ids[i], i, row, replaces)
+            add_edit(batch, by_group[i], i, row, replaces)
         return 0
 
     cdef int apply(self, batch_t *batch) except -1:
@@ -482,9 +533,9 @@ cdef class BlockRowGroups:
     cdef int gather_step(self, batch_t *batch, object output, dict row_of) except -1:
         """Edits of all requests of a SchedulerOutput, in its order."""
         cdef object cached = output.scheduled_cached_requests
-        cdef list ids = cached.request_ids
-        cdef list resumed = cached.resumed
-        cdef list blocks = cached.new_block_ids
+        cdef list ids = list(cached.request_ids)
+        cdef list resumed = list(cached.resumed)
+        cdef list blocks = list(cached.new_block_ids)
         cdef Py_ssize_t i
         if not PyList_GET_SIZE(ids) == PyList_GET_SIZE(resumed) == PyList_GET_SIZE(blocks):
             raise InvalidArgumentError("the lists of the running requests have unequal lengths")
@@ -512,7 +563,9 @@ cdef class BlockRowGroups:
 
 
 cdef int32_t row_in(dict row_of, object request_id) except? -1:
-    cdef PyObject *row = PyDict_GetItemWithError(row_of, request_id)
-    if row is NULL:
+    cdef PyObject *found = PyDict_GetItemWithError(row_of, request_id)
+    cdef object row
+    if found is NULL:
         raise KeyError(f"request {request_id!r} has no row")
-    return <int32_t><object>row
+    row = <object>found
+    return <int32_t>row

@@ -21,7 +21,7 @@ LAYERS = [
     ["arguments", "environment", "curve", "event_replay", "peer_limits"],
     ["sampling_params", "json_lines"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
-    ["stats", "dtypes", "event_endpoints", "prometheus", "curve", "event_replay", "peer_limits"],
+    ["stats", "dtypes", "event_endpoints", "prometheus", "_skipped_frees"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],
     ["event_publisher", "sizing", "kv_cache_blocks", "_block_hashing"],
     ["_batch", "_block", "_hash", "_list_table_operations", "_map_entries", "_request_operations"],

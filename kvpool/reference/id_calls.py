@@ -32,9 +32,16 @@ class IdCalls(PrefixCache):
         if out is not None and len(ids_of_buffer(out, is_written=True)) != n:
             raise InvalidArgumentError(f"out must have exactly {n} items")
         blocks = self.get_new_blocks(n)  # type: ignore[attr-defined]
-        if out is None:
-            out = empty_id_array(n)
-        write_ids(out, [block._block_id for block in blocks])
+        try:
+            if out is None:
+                out = empty_id_array(n)
+            # Whoever watches may have changed the array.
+            if len(ids_of_buffer(out, is_written=True)) != len(blocks):
+                raise InvalidArgumentError(f"out must have exactly {len(blocks)} items")
+            write_ids(out, [block._block_id for block in blocks])
+        except BaseException:
+            self.free_blocks(blocks, prepend=True)  # type: ignore[attr-defined]
+            raise
         return out
 
     def free_ids(self, ids: Any, prepend: bool = False) -> None:

@@ -19,20 +19,18 @@ P3. Blocks with ref_cnt 0 that are not queued and not null number ``_num_detache
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import length_hint
 from typing import Any, NoReturn
 
+from kvpool._skipped_frees import MOST_LINES, log_skipped
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, NoFreeBlocksError
 from kvpool.events import MEDIUM_GPU, KVCacheEvent
 from kvpool.reference.block import KVCacheBlock, refuse_copy
 from kvpool.reference.check import find_violation
 from kvpool.reference.free_queue import PoolFreeQueue, check_num_blocks
 from kvpool.reference.id_calls import IdCalls
-
-logger = logging.getLogger("kvpool")
 
 INVALID_FREE_POLICIES = ("raise", "warn")
 
@@ -194,29 +192,29 @@ class BlockPoolBase(IdCalls):
         """``free_blocks`` for a batch with blocks of other pools or invalid entries."""
         batches: dict[BlockPoolBase, list[KVCacheBlock]] = {self: []}
         references_left: dict[KVCacheBlock, int] = {}
-        invalid: list[tuple[BlockPoolBase, KVCacheBlock]] = []
-        for block in blocks:
+        invalid: list[tuple[BlockPoolBase, int, KVCacheBlock]] = []
+        for place, block in enumerate(blocks):
             if not isinstance(block, KVCacheBlock):
                 raise TypeError(f"a pool frees KVCacheBlock, not {type(block).__name__}")
             pool = block._pool
             if pool is None:
-                invalid.append((self, block))
+                invalid.append((self, place, block))
                 continue
             if not block._is_null:
                 left = references_left.get(block, block._ref_cnt)
                 if left == 0:
-                    invalid.append((pool, block))
+                    invalid.append((pool, place, block))
                     continue
                 references_left[block] = left - 1
             batches.setdefault(pool, []).append(block)
-        for pool, block in invalid:
+        for pool, _, block in invalid:
             if pool.on_invalid_free == "raise":
                 raise BlockStateError(f"free of a block {_reason_for_invalid_free(block)}: {block!r}")
-        for pool, block in invalid:
+        for pool, _, _ in invalid:
             pool.stats.invalid_frees += 1
-            logger.warning("Skipped the free of a block %s: %r", _reason_for_invalid_free(block), block)
         for pool, batch in batches.items():
             pool.free_blocks(batch, prepend)
+        log_skipped("free_blocks", [(place, block) for _, place, block in invalid[:MOST_LINES]], len(invalid))
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add one reference to each entry; free ones leave the free list. Null blocks are skipped.

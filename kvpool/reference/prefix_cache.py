@@ -222,6 +222,7 @@ class PrefixCache:
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         """Take every hash from the block; returns ``_cached_block_hashes``, which lead nowhere now."""
+        self._check_own(block)
         keys = self._cached_block_hashes(block)
         block_id = block._block_id
         for key in keys:

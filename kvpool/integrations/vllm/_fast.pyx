@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True, binding=True
+# cython: language_level=3, wraparound=False, initializedcheck=False, cdivision=True, binding=True
 # cython: embedsignature=False, freethreading_compatible=True
 """What vLLM's scheduler asks of its KVCacheManager at every step, compiled, over the state of vLLM's own managers.
 

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
 # cython: embedsignature=False, freethreading_compatible=True
 """What vLLM's ``get_request_block_hasher`` returns, native for blocks without extra keys."""
 from cpython.bytes cimport PyBytes_CheckExact

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True, binding=True
+# cython: language_level=3, wraparound=False, initializedcheck=False, cdivision=True, binding=True
 # cython: embedsignature=False, freethreading_compatible=True
 """vLLM's longest cache hit of full, sliding-window and local attention over the native prefix map, and the block ids of
 its ``KVCacheBlocks``: one pass over the hashes, no key object and no call per block.
