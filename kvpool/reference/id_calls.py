@@ -53,8 +53,8 @@ class IdCalls(PrefixCache):
 
     def get_ref_counts(self) -> Any:
         """``ref_cnt`` of every block, a new int32 array of shape (num_gpu_blocks,). O(blocks)."""
-        counts = empty_id_array(self.num_gpu_blocks)
-        write_ids(counts, [block.ref_cnt for block in self.blocks])  # type: ignore[attr-defined]
+        counts = empty_id_array(self.num_gpu_blocks)  # type: ignore[attr-defined]
+        write_ids(counts, [block.ref_cnt for block in self.blocks])
         return counts
 
     def touch_ids(self, ids: Any) -> None:
