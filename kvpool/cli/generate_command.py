@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -164,8 +163,6 @@ def generate(
             texts = read_prompts(prompts_path, ReadLimits(max_bytes, max_line_bytes))
         _require_packages(tensor_parallel)
         _keep_libraries_quiet()
-        if device is not None:
-            _check_device(device)
         settings = GenerateSettings(
             block_size=block_size,
             num_blocks=blocks,
@@ -173,7 +170,7 @@ def generate(
             max_num_seqs=max_seqs,
             max_new_tokens=max_new_tokens,
             dtype=dtype,
-            device=device or _default_device(),
+            device=_choose_device(device),
             attention=attention,
             tensor_parallel=tensor_parallel,
             enable_prefix_caching=not no_prefix_caching,
@@ -222,20 +219,13 @@ def _keep_libraries_quiet() -> None:
     set_verbosity(CRITICAL)
 
 
-def _check_device(device: str) -> None:
-    import torch
+def _choose_device(name: str | None) -> str:
+    from kvpool.worker.devices import check_device, default_device
 
-    if re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", device) is None:
-        raise UsageError(f"--device {show(device)}: choose from cpu, cuda and cuda:NUMBER")
-    number = int(device.partition(":")[2] or 0)
-    if device != "cpu" and number >= torch.cuda.device_count():
-        raise UsageError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices here")
-
-
-def _default_device() -> str:
-    from kvpool.worker.devices import default_device
-
-    return default_device()
+    if name is None:
+        return default_device()
+    check_device(name)
+    return name
 
 
 def _generate(
