@@ -68,6 +68,8 @@ class PeerLimits:
         burst_bytes: what a peer may send at once.
         bytes_per_second: what it may send on average, after that.
         max_lag_bytes: what may wait for a peer, of what ``note_published`` tells of; None for no bound.
+        cuts_oldest: of too many that have all said something the oldest is cut: so whoever is known by what he says
+            soon, see ``exempt``, gets in between any number of others.
 
     Attributes:
         monitor: socket to poll.
@@ -84,6 +86,8 @@ class PeerLimits:
         burst_bytes: int = DEFAULT_BURST_BYTES,
         bytes_per_second: int = DEFAULT_BYTES_PER_SECOND,
         max_lag_bytes: int | None = None,
+        *,
+        cuts_oldest: bool = False,
     ) -> None:
         import zmq
 
@@ -93,6 +97,7 @@ class PeerLimits:
         self._burst_bytes = burst_bytes
         self._bytes_per_second = bytes_per_second
         self._max_lag_bytes = max_lag_bytes
+        self._cuts_oldest = cuts_oldest
         self._published = 0
         self._peers: dict[int, _Peer] = {}  # by file descriptor, oldest first
         self._silent: dict[int, None] = {}  # those of them that may not have said anything
@@ -120,6 +125,14 @@ class PeerLimits:
         """Before the socket is closed."""
         self._socket.disable_monitor()
         self.monitor.close()
+
+    def find_place(self) -> None:
+        """To call once the socket is bound, where another thread than the socket's is to ``look``."""
+        self._place = _listening_place(self._socket.last_endpoint.rstrip(b"\0").decode())
+
+    def exempt(self, fd: int) -> None:
+        """A connection whose peer is known: it has no limits from now on, and does not count."""
+        self._forget(fd)
 
     def note_published(self, num_bytes: int) -> None:
         """So much more goes to each peer that wants it, framing included."""
@@ -158,7 +171,7 @@ class PeerLimits:
             if traffic is not None and traffic.received < _GREETING_BYTES:
                 return fd
             del self._silent[fd]
-        return next(reversed(self._peers))
+        return next(iter(self._peers) if self._cuts_oldest else reversed(self._peers))
 
     def _weigh(self, fd: int, now: float) -> None:
         traffic = _with_socket(fd, _traffic)
@@ -192,7 +205,7 @@ class PeerLimits:
         # ZeroMQ sees the end and closes its descriptor itself. It may have done so before, and the number may belong
         # to something else now, which must be left alone.
         if self._place is None:
-            self._place = _listening_place(self._socket.last_endpoint.rstrip(b"\0").decode())
+            self.find_place()
         if _place_of(connection) == self._place:
             connection.shutdown(socket.SHUT_RDWR)
 

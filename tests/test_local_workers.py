@@ -21,6 +21,7 @@ from broadcast_workers import make_step
 from tiny_models import make_model
 from typer.testing import CliRunner
 
+from kvpool.curve import make_key_folder
 from kvpool.errors import InvalidArgumentError
 from kvpool.worker import __main__ as worker
 from kvpool.worker.broadcast import Broadcaster
@@ -358,3 +359,16 @@ def test_lifelines_leave_no_descriptors() -> None:
     for descriptor in ends:
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(descriptor)
+
+
+def test_the_worker_command_takes_keys_or_a_word(folder: Path) -> None:
+    invoke = CliRunner().invoke
+    words = ["--model", str(folder), "--timeout", "0.1", "--address"]
+    refused = invoke(worker.app, [*words, "tcp://10.0.0.1:5600"])
+    assert refused.exit_code == 2 and "can be reached from other machines" in refused.stderr
+    refused = invoke(worker.app, [*words, "tcp://10.0.0.1:5600", "--keys", str(folder / "none")])
+    assert refused.exit_code == 2 and "is no folder of keys" in refused.stderr
+    make_key_folder(folder / "keys")
+    for more in (["--keys", str(folder / "keys")], ["--insecure"]):
+        taken = invoke(worker.app, [*words, "tcp://10.0.0.1:5600", *more])
+        assert taken.exit_code == 2 and "is neither a folder with" in taken.stderr  # of the model

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kvpool.one_line import one_line
+from kvpool.shown import one_line
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

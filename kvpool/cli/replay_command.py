@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.arguments import show
 from kvpool.cli.common import (
     MAX_BLOCK_SIZE,
     MAX_COUNT,
@@ -25,6 +24,7 @@ from kvpool.cli.common import (
 )
 from kvpool.cli.memory import check_pool_memory
 from kvpool.json_lines import ReadLimits
+from kvpool.shown import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -188,7 +188,7 @@ def _parse_names(text: str | None) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:
-        raise UsageError(f"--compare {show(text)}: choose from {', '.join(IMPLEMENTATIONS)}, separated by commas")
+        raise UsageError(f"--compare {shown(text)}: choose from {', '.join(IMPLEMENTATIONS)}, separated by commas")
     return names
 
 
@@ -200,9 +200,9 @@ def _parse_sizes(text: str | None) -> list[int]:
     try:
         sizes = sorted({int(size) for size in text.split(",")})
     except ValueError:
-        raise UsageError(f"--curve-blocks {show(text)}: must be whole numbers separated by commas") from None
+        raise UsageError(f"--curve-blocks {shown(text)}: must be whole numbers separated by commas") from None
     if sizes[0] < MIN_NUM_BLOCKS or sizes[-1] > MAX_NUM_BLOCKS:
-        raise UsageError(f"--curve-blocks {show(text)}: sizes must be from {MIN_NUM_BLOCKS} to {MAX_NUM_BLOCKS}")
+        raise UsageError(f"--curve-blocks {shown(text)}: sizes must be from {MIN_NUM_BLOCKS} to {MAX_NUM_BLOCKS}")
     return sizes
 
 

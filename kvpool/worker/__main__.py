@@ -9,8 +9,9 @@ Several on one machine, which share the heads of the model::
     python -m kvpool.worker --tensor-parallel 2 --address ipc:///tmp/kvpool --model DIR
 
 Ranks on several machines are started by torchrun, ``torchrun --nnodes 2 ... -m kvpool.worker --address
-tcp://10.0.0.1:5600 --model DIR``. Whoever can connect to torchrun's rendezvous, or to the ports of gloo and NCCL, can
-take the ranks over: these belong on a network that only trusted machines are in.
+tcp://10.0.0.1:5600 --keys KEYS --model DIR``. The keys protect the connection to the scheduler alone: whoever can
+connect to torchrun's rendezvous, or to the ports of gloo and NCCL, can take the ranks over. These belong on a network
+that only trusted machines are in.
 
 Ends when the scheduler says so or is gone, and when the process that has started the ranks is gone. Exit codes: 0 the
 scheduler has ended it; 1 a failure; 2 wrong usage; 130 interrupted. Errors are one line on stderr; a failure's
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.curve import KEYS_VARIABLE
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.sizing import num_blocks_per_request
@@ -113,6 +115,18 @@ def main(
             show_default=False,
         ),
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            metavar="DIR",
+            help=f"CURVE keys of `kvpool keygen`, for tcp. Default: the folder that {KEYS_VARIABLE} names.",
+            show_default=False,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Do without keys where other machines can reach the connection.")
+    ] = False,
     parent_pipe: Annotated[int | None, typer.Option("--parent-pipe", hidden=True)] = None,
 ) -> None:
     """Execute the steps of a kvpool scheduler with one rank of a model, or with several on this machine."""
@@ -136,7 +150,7 @@ def main(
         from kvpool.worker.tensor_parallel import Ranks
 
         ranks = Ranks.from_environment()
-        with WorkerConnection(address, ranks.rank, timeout_seconds=timeout) as connection:
+        with WorkerConnection(address, ranks.rank, timeout_seconds=timeout, keys=keys, insecure=insecure) as connection:
             _run(connection, ranks, rendezvous, options)
 
 
@@ -147,7 +161,8 @@ def _start_ranks(context: typer.Context) -> None:
             raise InvalidArgumentError("--tensor-parallel starts ranks, but RANK says that this is one already")
         options = {name: value for name, value in context.params.items() if value is not None}
         num_ranks = options.pop("tensor_parallel")
-        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        words = ["--insecure"] if options.pop("insecure") else []
+        words += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         with LocalWorkers(num_ranks, words, keeps_errors=False) as workers:
             code = workers.wait()
             if code:

@@ -77,6 +77,7 @@ _POLL_SECONDS = 0.25  # between two looks at what no message tells
 MAX_UNANSWERED_STEPS = 8
 """Steps that a worker may be behind."""
 
+_DROP_SECONDS = 0.005
 _NUM_REFUSED_TOLD = 4
 _NUM_REFUSED_REMEMBERED = 256
 _NUM_UNREAD_TOLD = 1000  # whose messages have not been read: told of the end as well
@@ -98,7 +99,6 @@ class Broadcaster:
     Attributes:
         address: with the port that the system chose, where it was asked to.
         world_size, timeout_seconds: as given.
-        num_refused: messages that nobody was waited for to send, or that were none.
 
     Raises:
         InvalidArgumentError: no such address, in use, one that needs keys and has none, bad keys, or no rank.
@@ -133,12 +133,12 @@ class Broadcaster:
         self._ranks: dict[bytes, int] = {}
         self._refused: deque[str] = deque(maxlen=_NUM_REFUSED_TOLD)
         self._refused_identities: dict[bytes, None] = {}  # oldest first
-        self.num_refused = 0
+        self._num_refused = 0
         self._unreachable_since: dict[int, float] = {}
         self._next_look = 0.0
         self._is_ready = False
         self._broken = ""
-        self._link = Link(address, is_scheduler=True, keys=keys, insecure=insecure)
+        self._link = Link(address, num_workers=world_size, keys=keys, insecure=insecure)
         self.address = self._link.address
 
     @property
@@ -159,6 +159,11 @@ class Broadcaster:
             max_num_batched_tokens=info.max_num_batched_tokens,
             num_blocks=info.num_blocks,
         )
+
+    @property
+    def num_refused(self) -> int:
+        """Messages so far that nobody was waited for to send, or that were none."""
+        return self._num_refused + self._link.num_ignored
 
     # ---- the workers come ----
 
@@ -190,7 +195,7 @@ class Broadcaster:
             received = self._receive(deadline)
             if received is not None:
                 self._admit(*received)
-                self._link.taken()
+                self._link.taken(is_of_worker=received[0] in self._ranks)
             if len(self._infos) == self.world_size:
                 self._next_look = 0.0  # one that reported and went away must not be among them
             for rank in self._lost_ranks(grace_seconds=0):
@@ -212,9 +217,6 @@ class Broadcaster:
         return WorkerTimeoutError(text, missing)
 
     def _admit(self, identity: bytes, payload: bytes) -> None:
-        if identity in self._refused_identities:
-            self.num_refused += 1
-            return
         if len(payload) > MAX_REPORT_BYTES:
             self._refuse(identity, f"a message of {len(payload)} bytes is no report of a worker")
             return
@@ -249,14 +251,12 @@ class Broadcaster:
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         """Tells a peer once that it is not taken; what it sends from then on is only counted."""
-        self.num_refused += 1
-        if identity in self._refused_identities:
-            return
+        self._num_refused += 1
         if len(self._refused_identities) >= _NUM_REFUSED_REMEMBERED:
             del self._refused_identities[next(iter(self._refused_identities))]
         self._refused_identities[identity] = None
-        if self.num_refused.bit_count() == 1:  # 1, 2, 4, ...: a flood does not fill the log
-            logger.warning("A worker was refused, the %d. time: %s", self.num_refused, reason)
+        if self._num_refused.bit_count() == 1:  # 1, 2, 4, ...: a flood does not fill the log
+            logger.warning("A worker was refused, the %d. one: %s", self._num_refused, reason)
         self._refused.append(reason)
         self._link.send(self._encoder.encode(Refusal(reason)), identity)
 
@@ -302,7 +302,7 @@ class Broadcaster:
             raise InvalidArgumentError(
                 f"step {output.step} is a message of {len(payload)} bytes; {MAX_MESSAGE_BYTES} is the most"
             )
-        deadline = Deadline(self.timeout_seconds)
+        deadline, num_refused = Deadline(self.timeout_seconds), self.num_refused
         self._wait_for_room(output.step, deadline)
         if self._is_interrupted:
             for identity in self._identities.values():
@@ -317,8 +317,23 @@ class Broadcaster:
             self._is_interrupted = False
             raise
         self._compare(output, answers)
+        if self.num_refused > num_refused:
+            self._drop_strangers_messages()
         self._is_interrupted = False
         return StepResult(answers[0].tokens or {}, answers[0].errors)
+
+    def _drop_strangers_messages(self) -> None:
+        """For some milliseconds at most: more may have come than were read while the workers were waited for."""
+        deadline = Deadline(_DROP_SECONDS)
+        while not deadline.is_over:
+            received = self._link.receive(0, self._refused_identities)
+            if received is None and not self._link.is_readable:
+                return
+            if received is not None:
+                if received[0] in self._ranks:
+                    return  # of a worker, which the next step reads
+                self._refuse(received[0], "the scheduler has all its workers, and a new one has an empty cache")
+                self._link.taken()
 
     def _send_all(self, payload: bytes) -> None:
         """Whoever has no connection now gets it when he is back, or is lost."""
@@ -373,7 +388,7 @@ class Broadcaster:
         received, answer = self._receive(deadline), None
         if received is not None:
             answer = self._read_answer(step, *received)
-            self._link.taken()
+            self._link.taken(is_of_worker=received[0] in self._ranks)
         lost = [rank for rank in self._lost_ranks(RECONNECT_SECONDS) if self._answered.get(rank, 0) < self._sequence]
         if lost:
             raise self._break(WorkerLostError(f"step {step}: the connection of {_name(lost)} is gone", lost))
@@ -449,7 +464,7 @@ class Broadcaster:
             except Exception as error:
                 self._break(error)
                 raise
-        frames = self._link.receive(min(deadline.seconds_left, _POLL_SECONDS))
+        frames = self._link.receive(min(deadline.seconds_left, _POLL_SECONDS), self._refused_identities)
         if frames is None:
             return None
         return frames[0], frames[1] if len(frames) == 2 else b"".join(frames[1:])

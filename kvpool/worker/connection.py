@@ -78,7 +78,7 @@ class WorkerConnection:
         self._lost: Deadline | None = None
         # Kept over interruptions, so that the scheduler knows the worker again; no two processes have the same.
         identity = f"{rank}-{secrets.token_hex(_IDENTITY_BYTES)}".encode()
-        self._link = Link(address, is_scheduler=False, identity=identity, keys=keys, insecure=insecure)
+        self._link = Link(address, identity=identity, keys=keys, insecure=insecure)
 
     def say_hello(self, info: WorkerInfo) -> None:
         """Reports to the scheduler, and waits until all ranks are there and agree.

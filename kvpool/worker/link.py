@@ -18,6 +18,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Container
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 from kvpool.curve import HANDSHAKE_SECONDS, ClientGate, CurveKeys, find_keys_folder, is_tcp, require_protection
 from kvpool.errors import InvalidArgumentError
 from kvpool.event_endpoints import bind
+from kvpool.worker.peer_watch import PeerWatch
 
 RECONNECT_SECONDS = 3.0
 """A peer without a connection for so long is lost."""
@@ -36,12 +38,12 @@ Keys = CurveKeys | str | os.PathLike[str] | None
 """Keys, a folder of them, or None for the folder that ``KVPOOL_CURVE_KEYS`` names, if it does."""
 
 _CURVE_BYTES = 256  # more than CURVE and ZMTP add to a frame
-_MAX_UNREAD_MESSAGES = 32  # of each peer; ZeroMQ stops reading from it
 _HEARTBEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 30.0  # without a heartbeat: the other machine is gone, though nothing closed the connection
 _LINGER_SECONDS = 1.0  # at most: the last word to a peer has to leave, a dead peer must not hold up a close
 _MS_PER_SECOND = 1000
 _IPC, _TCP = "ipc://", "tcp://"
+_MAX_IGNORED_AT_ONCE = 500
 _ABANDONED = b"\xc1abandoned"  # the last frame of a message that was sent in part; 0xc1 is nothing in msgpack
 
 
@@ -58,6 +60,7 @@ class Link:
 
     Args:
         address: to bind for a scheduler, to connect to for a worker.
+        num_workers: of a scheduler; 0 for a worker.
         identity: of a worker, by which the scheduler knows it again on a new connection.
         keys: for TCP.
         insecure: do without keys on addresses that other machines reach, which is refused otherwise.
@@ -65,6 +68,7 @@ class Link:
     Attributes:
         address: as others reach it; where the system chose the port, with that port.
         has_keys: whether connections are protected by CURVE.
+        num_ignored: messages dropped so far.
 
     Raises:
         InvalidArgumentError: no such address, in use, one that needs keys and has none, or bad keys.
@@ -75,12 +79,13 @@ class Link:
         self,
         address: str,
         *,
-        is_scheduler: bool,
+        num_workers: int = 0,
         identity: bytes | None = None,
         keys: Keys = None,
         insecure: bool = False,
     ) -> None:
         self._zmq = _import_zmq()
+        is_scheduler = num_workers > 0
         check_address(address, may_be_wildcard=is_scheduler)
         curve_keys = _load_keys(address, keys, insecure, is_scheduler)
         self.has_keys = curve_keys is not None
@@ -88,11 +93,13 @@ class Link:
         self._socket: Any = None
         self._monitor: Any = None
         self._gate: ClientGate | None = None
+        self._watch: PeerWatch | None = None
         self._bound_path: Path | None = None
+        self.num_ignored = 0
         self._is_sending = False
-        self._received: list[bytes] = []
+        self._received: list[Any] = []  # frames of pyzmq
         try:
-            self._open(address, is_scheduler, identity, curve_keys)
+            self._open(address, num_workers, identity, curve_keys)
         except self._zmq.ZMQError as error:
             self.close()
             verb = "bind" if is_scheduler else "connect to"
@@ -101,26 +108,32 @@ class Link:
             self.close()
             raise
 
-    def _open(self, address: str, is_scheduler: bool, identity: bytes | None, keys: CurveKeys | None) -> None:
+    def _open(self, address: str, num_workers: int, identity: bytes | None, keys: CurveKeys | None) -> None:
         zmq = self._zmq
-        self._socket = opened = self._context.socket(zmq.ROUTER if is_scheduler else zmq.DEALER)
+        self._socket = opened = self._context.socket(zmq.ROUTER if num_workers else zmq.DEALER)
         opened.linger = int(_LINGER_SECONDS * _MS_PER_SECOND)
         opened.maxmsgsize = FRAME_BYTES + _CURVE_BYTES
-        opened.rcvhwm = _MAX_UNREAD_MESSAGES
+        # No bound on unread messages: where there is one, libzmq 4.3.5 ends this process ("Assertion failed:
+        # !_io_error") if a peer exceeds it, sends a heartbeat and hangs up. What strangers send the watch bounds.
+        opened.rcvhwm = 0
         opened.handshake_ivl = int(HANDSHAKE_SECONDS * _MS_PER_SECOND)
         opened.heartbeat_ivl = int(_HEARTBEAT_SECONDS * _MS_PER_SECOND)
         opened.heartbeat_timeout = int(_SILENCE_SECONDS * _MS_PER_SECOND)
         opened.reconnect_ivl_max = int(RECONNECT_SECONDS * _MS_PER_SECOND) // 4
         self._poller = zmq.Poller()
         self._poller.register(opened, zmq.POLLIN)
-        if is_scheduler:
+        if num_workers:
             # Without the first, what can't be delivered is dropped in silence; the second lets a worker come back.
             opened.router_mandatory = True
             opened.router_handover = True
             if keys is not None:
                 self._gate = ClientGate(self._context, keys)
                 self._gate.protect(opened)
+            if is_tcp(address):
+                self._watch = PeerWatch(opened, num_workers)
             self.address = bind(opened, _with_number(address))
+            if self._watch is not None:
+                self._watch.start()
             if address.startswith(_IPC):
                 self._bound_path = Path(address[len(_IPC) :]).absolute()
         else:
@@ -156,6 +169,11 @@ class Link:
         so far."""
         return 0 if self._gate is None else self._gate.num_refused
 
+    @property
+    def num_cut(self) -> int:
+        """Connections of strangers so far that were cut, or did not become ones of ZeroMQ."""
+        return 0 if self._watch is None else self._watch.num_cut
+
     def send(self, payload: bytes, identity: bytes | None = None) -> bool:
         """Queues a message. Whether there is a connection for it; always true for a worker, whose message waits.
 
@@ -186,28 +204,45 @@ class Link:
         self._try_to_send([_ABANDONED])
         self._is_sending = False
 
-    def receive(self, seconds: float) -> list[bytes] | None:
+    def receive(self, seconds: float, ignored: Container[bytes] = ()) -> list[bytes] | None:
         """The frames of the next message, or of the last one once more unless it was ``taken``; None if there is none
         in this time, or a connection changed first. A scheduler gets the worker's identity as the first frame.
+
+        Args:
+            ignored: identities whose messages are dropped and counted, a bounded number of them by one call.
         """
-        received, zmq = self._received, self._zmq
-        if not received:
+        if not self._received:
             ready = dict(self._poller.poll(max(0, int(seconds * _MS_PER_SECOND))))
             if self._socket not in ready:
                 return None
-        # By map and not in a loop of its own: between the call and the list nothing can come and lose a frame.
-        while not received or self._socket.rcvmore:
-            try:
-                received.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
-            except zmq.Again:  # the peer is gone that had sent it
-                return None
-        if received[-1] == _ABANDONED:
+        for _ in range(_MAX_IGNORED_AT_ONCE):
+            received = self._received
+            # By map and not one by one: between the call and the list nothing can come and lose a frame.
+            while not received or received[-1].more:
+                try:
+                    received.extend(map(self._socket.recv, (self._zmq.NOBLOCK,), (False,)))
+                except self._zmq.Again:
+                    return None
+            frames = [frame.bytes for frame in received]
+            if frames[0] not in ignored and frames[-1] != _ABANDONED:
+                return frames
+            self.num_ignored += frames[-1] != _ABANDONED
             self.taken()
-            return None
-        return received
+        return None
 
-    def taken(self) -> None:
-        """The message that ``receive`` returned last has been dealt with."""
+    @property
+    def is_readable(self) -> bool:
+        """Whether a message waits."""
+        return bool(self._socket.poll(0))
+
+    def taken(self, *, is_of_worker: bool = False) -> None:
+        """The message that ``receive`` returned last has been dealt with.
+
+        Args:
+            is_of_worker: the scheduler knows the worker that sent it, whose connection is no longer a stranger's.
+        """
+        if is_of_worker and self._watch is not None and self._received:
+            self._watch.exempt(self._received[-1])
         self._received = []
 
     def take_changes(self) -> list[LinkChange]:
@@ -228,6 +263,8 @@ class Link:
             if self._monitor is not None:
                 self._socket.disable_monitor()
                 self._monitor.close()
+            if self._watch is not None:
+                self._watch.close()
             self._socket.close()
         if self._gate is not None:
             self._gate.close()

@@ -21,7 +21,7 @@ from kvpool.scheduler.output import SchedulerOutput
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Of a step."""
 
-MAX_REPORT_BYTES = 2**20
+MAX_REPORT_BYTES = 2**17
 """Of what a worker says of itself, and of the failure that ends it."""
 
 _BYTES_PER_ANSWER = 2**16

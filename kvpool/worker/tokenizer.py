@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpool.worker.model_files import reads_model
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decodes to
 
 
@@ -34,10 +32,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """A vocabulary may have more tokens than there are bytes: those stand for no text."""
-        return b"".join(token.to_bytes(1, "big") if token < 256 else b"\xff" for token in token_ids).decode(
-            errors="replace"
-        )
+        return bytes(token_ids).decode(errors="replace")
 
 
 class TransformersTokenizer:
@@ -60,22 +55,17 @@ class TransformersTokenizer:
         return text
 
 
-@reads_model
 def load_tokenizer(model: Path) -> Tokenizer:
     """The tokenizer of a model's folder or GGUF file; bytes for a folder without one. Nothing is downloaded."""
     from transformers import AutoTokenizer
 
     if model.is_file():
         return TransformersTokenizer(
-            AutoTokenizer.from_pretrained(
-                str(model.parent), gguf_file=model.name, local_files_only=True, trust_remote_code=False
-            )
+            AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name, local_files_only=True)
         )
     if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return ByteTokenizer()
-    return TransformersTokenizer(
-        AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
-    )
+    return TransformersTokenizer(AutoTokenizer.from_pretrained(str(model), local_files_only=True))
 
 
 class TextStream:
