@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool.integrations.vllm import drift, levels
+from kvpool.integrations.vllm import drift, levels, sources
+from kvpool.integrations.vllm.closure import closure_of
+from kvpool.integrations.vllm.members import Member, member_of
 
 SOURCE = '''
 """A module."""
@@ -41,27 +43,27 @@ TARGETS = tuple(f"vllm.core.pool.{name}" for name in NAMES)
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package vllm of one module, recorded as version 1.2.0."""
-    folder = tmp_path / "vllm" / "core"
-    folder.mkdir(parents=True)
-    (folder / "pool.py").write_text(SOURCE)
+    package = tmp_path / "vllm" / "core"
+    package.mkdir(parents=True)
+    (package / "pool.py").write_text(SOURCE)
     monkeypatch.setattr(drift, "KNOWN", tmp_path / "known.json")
     drift.record("1.2.0+cpu", TARGETS, tmp_path)
     yield tmp_path
-    drift._tree.cache_clear()
+    sources.tree_of.cache_clear()
 
 
-def changed(sources: Path, old: str, new: str) -> list[str]:
+def changed(folder: Path, old: str, new: str) -> list[str]:
     assert old in SOURCE
-    (sources / "vllm" / "core" / "pool.py").write_text(SOURCE.replace(old, new))
-    drift._tree.cache_clear()
-    return drift.differences("1.2.0", TARGETS, sources)
+    (folder / "vllm" / "core" / "pool.py").write_text(SOURCE.replace(old, new))
+    sources.tree_of.cache_clear()
+    return drift.differences("1.2.0", TARGETS, folder)
 
 
-def test_what_was_recorded_is_known(sources: Path) -> None:
-    assert drift.differences("1.2.0", TARGETS, sources) == []
-    assert drift.differences("1.2.0+cu130", TARGETS, sources) == []
+def test_what_was_recorded_is_known(folder: Path) -> None:
+    assert drift.differences("1.2.0", TARGETS, folder) == []
+    assert drift.differences("1.2.0+cu130", TARGETS, folder) == []
 
 
 @pytest.mark.parametrize(
@@ -74,8 +76,8 @@ def test_what_was_recorded_is_known(sources: Path) -> None:
         ('"""A module."""', "import os"),
     ],
 )
-def test_text_that_does_nothing_is_no_change(sources: Path, old: str, new: str) -> None:
-    assert changed(sources, old, new) == []
+def test_text_that_does_nothing_is_no_change(folder: Path, old: str, new: str) -> None:
+    assert changed(folder, old, new) == []
 
 
 @pytest.mark.parametrize(
@@ -92,43 +94,43 @@ def test_text_that_does_nothing_is_no_change(sources: Path, old: str, new: str) 
         ('"x"', "1.0", ["name='x'"]),
     ],
 )
-def test_changes_are_named(sources: Path, old: str, new: str, named: list[str]) -> None:
-    found = "\n".join(changed(sources, old, new))
+def test_changes_are_named(folder: Path, old: str, new: str, named: list[str]) -> None:
+    found = "\n".join(changed(folder, old, new))
     for text in named:
         assert text in found
 
 
-def test_a_value_of_another_type_is_a_change(sources: Path) -> None:
-    assert "LIMIT" in " ".join(changed(sources, "LIMIT = 3", "LIMIT = 3.0"))
+def test_a_value_of_another_type_is_a_change(folder: Path) -> None:
+    assert "LIMIT" in " ".join(changed(folder, "LIMIT = 3", "LIMIT = 3.0"))
 
 
-def test_a_target_nobody_recorded_is_a_difference(sources: Path) -> None:
-    (found,) = drift.differences("1.2.0", ["vllm.core.pool.new"], sources)
+def test_a_target_nobody_recorded_is_a_difference(folder: Path) -> None:
+    (found,) = drift.differences("1.2.0", ["vllm.core.pool.new"], folder)
     assert found.startswith("vllm.core.pool.new is not recorded")
 
 
-def test_a_module_that_moved(sources: Path) -> None:
-    (sources / "vllm" / "core" / "pool.py").rename(sources / "vllm" / "pool.py")
-    found = drift.differences("1.2.0", TARGETS, sources)
+def test_a_module_that_moved(folder: Path) -> None:
+    (folder / "vllm" / "core" / "pool.py").rename(folder / "vllm" / "pool.py")
+    found = drift.differences("1.2.0", TARGETS, folder)
     assert len(found) == len(TARGETS) - 1  # one was never there
     assert all(text.endswith("is gone") for text in found)
 
 
-def test_an_unknown_version_is_a_difference_even_where_no_source_has_changed(sources: Path) -> None:
-    found = drift.differences("1.3.0", TARGETS, sources)
+def test_an_unknown_version_is_a_difference_even_where_no_source_has_changed(folder: Path) -> None:
+    found = drift.differences("1.3.0", TARGETS, folder)
     assert found == [
         "vLLM 1.3.0 is not one that this kvpool was checked against (1.2.0)",
         "compared with 1.2.0: no hook point differs",
     ]
 
 
-def test_an_unknown_version_is_compared_with_the_latest_known(sources: Path) -> None:
-    (sources / "vllm" / "core" / "pool.py").write_text(SOURCE.replace("LIMIT = 3", "LIMIT = 4"))
-    drift._tree.cache_clear()
-    drift.record("1.10.0", TARGETS, sources)
+def test_an_unknown_version_is_compared_with_the_latest_known(folder: Path) -> None:
+    (folder / "vllm" / "core" / "pool.py").write_text(SOURCE.replace("LIMIT = 3", "LIMIT = 4"))
+    sources.tree_of.cache_clear()
+    drift.record("1.10.0", TARGETS, folder)
     assert list(drift.known_versions()) == ["1.2.0", "1.10.0"]
-    assert drift.differences("1.11.0", TARGETS, sources)[1] == "compared with 1.10.0: no hook point differs"
-    assert drift.differences("1.2.0", TARGETS, sources) == ["vllm.core.pool.LIMIT: its source has changed"]
+    assert drift.differences("1.11.0", TARGETS, folder)[1] == "compared with 1.10.0: no hook point differs"
+    assert drift.differences("1.2.0", TARGETS, folder) == ["vllm.core.pool.LIMIT: its source has changed"]
 
 
 def test_a_long_list_is_cut() -> None:
@@ -140,6 +142,7 @@ def test_a_long_list_is_cut() -> None:
 
 CORE = "vllm.v1.core"
 MANAGERS = f"{CORE}.single_type_kv_cache_manager"
+INTERFACE = "vllm.v1.kv_cache_interface"
 # What differs between two recorded versions, next to each other, and was looked at: how kvpool serves both.
 LOOKED_AT = {
     ("0.32.0", "0.33.0"): {
@@ -161,6 +164,25 @@ LOOKED_AT = {
         # Null blocks in front of a table are not given back, which the pool would not have done either.
         f"{CORE}.kv_cache_utils.null_head_len",
         f"{CORE}.kv_cache_utils.trim_null_head",
+        f"{CORE}.kv_cache_manager.trim_null_head",
+        f"{MANAGERS}.trim_null_head",
+        # get_unhashed_block_ids_all_groups passes over them.
+        f"{CORE}.kv_cache_manager.KVCacheBlocks",
+        # As generate_lookahead_block_hash_extra_keys and KVCacheCoordinator above.
+        f"{CORE}.block_pool.generate_lookahead_block_hash_extra_keys",
+        f"{CORE}.kv_cache_coordinator.get_kv_cache_coordinator",
+        # Groups that have no plan: Mamba, HiSparse.
+        f"{MANAGERS}.HiSparseResidentManager",
+        f"{MANAGERS}.MambaManager",
+        f"{INTERFACE}.get_mamba_prefill_checkpoint_position",
+        # Fields of workers and of the planning of memory; no plan reads them.
+        f"{INTERFACE}.FullAttentionSpec",
+        f"{INTERFACE}.KVCacheSpec",
+        f"{INTERFACE}.KVQuantMode",
+        f"{INTERFACE}.MLAAttentionSpec",
+        f"{INTERFACE}.SinkFullAttentionSpec",
+        f"{INTERFACE}.SlidingWindowSpec",
+        "vllm.v1.structured_output.request.StructuredOutputRequest",
     },
 }
 COMPILED = {
@@ -178,8 +200,8 @@ def test_of_every_version_the_same_is_recorded() -> None:
     first, *others = drift.known_versions().values()
     assert others
     for recorded in others:
-        assert recorded["targets"].keys() == first["targets"].keys()
-        assert recorded["files"].keys() == first["files"].keys()
+        assert set(COMPILED) <= recorded.members.keys() and len(recorded.members) > 200
+        assert recorded.files.keys() == first.files.keys()
 
 
 def test_each_change_from_version_to_version_was_looked_at() -> None:
@@ -187,8 +209,9 @@ def test_each_change_from_version_to_version_was_looked_at() -> None:
     pairs = list(itertools.pairwise(known))
     assert pairs == list(LOOKED_AT)
     for older, newer in pairs:
-        before, after = known[older]["targets"], known[newer]["targets"]
-        assert {name for name in after if after[name] != before[name]} == LOOKED_AT[older, newer]
+        before, after = known[older].members, known[newer].members
+        changed = {name for name in after if not after[name].is_same_as(before.get(name, Member()))}
+        assert changed | (before.keys() - after.keys()) == LOOKED_AT[older, newer]
 
 
 @pytest.mark.parametrize("version", drift.known_versions())
@@ -196,12 +219,12 @@ def test_each_change_from_version_to_version_was_looked_at() -> None:
 def test_compiled_calls_have_the_parameters_of_every_version(version: str, target: str) -> None:
     module, name = COMPILED[target].split(".")
     compiled = getattr(import_module(f"kvpool.integrations.vllm.{module}"), name)
-    assert str(inspect.signature(compiled)) == drift.known_versions()[version]["targets"][target][0]
+    assert str(inspect.signature(compiled)) == drift.known_versions()[version].members[target].signature
 
 
 @pytest.mark.parametrize("version", drift.known_versions())
 def test_the_pool_takes_the_arguments_of_every_version(version: str) -> None:
-    signature = drift.known_versions()[version]["targets"][f"{CORE}.block_pool.BlockPool"][0]
+    signature = drift.known_versions()[version].members[f"{CORE}.block_pool.BlockPool"].signature
     (function,) = ast.parse(f"def f{signature}: pass").body
     assert isinstance(function, ast.FunctionDef)
     named = {argument.arg for argument in function.args.args} - {"self"}
@@ -216,10 +239,11 @@ def test_the_installed_vllm_is_recorded_in_full() -> None:
     targets = levels.targets_of(levels.NAMES)
     assert len(targets) > 20
     recorded = drift.known_versions()[levels.vllm_version()]
-    assert sorted(recorded["targets"]) == sorted(targets)
-    sources = drift.installed_sources()
-    assert drift.differences(levels.vllm_version(), targets, sources) == []
-    for target in targets:
-        # The file's hash spares the look at its targets: here each one is looked at.
-        fingerprint = drift.fingerprint(target, sources)
-        assert (None if fingerprint is None else list(fingerprint)) == recorded["targets"][target], target
+    installed = sources.installed_sources()
+    assert drift.differences(levels.vllm_version(), targets, installed) == []
+    closure = closure_of(targets, installed)
+    assert closure.keys() == recorded.members.keys() == recorded.closure(targets).keys()
+    assert len(closure) > 200
+    for name, relies_on in closure.items():
+        # The file's hash spares the look at its names: here each one is looked at.
+        assert member_of(name, installed, relies_on) == recorded.members[name], name

@@ -175,11 +175,11 @@ def test_a_vllm_that_nobody_checked(lines: list[logging.LogRecord], monkeypatch:
 def test_a_hook_point_that_moved(
     lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    known = drift.known_versions()
+    known = json.loads(drift.KNOWN.read_text())
     recorded = known[levels.vllm_version()]
     recorded["files"] = dict.fromkeys(recorded["files"], "of other bytes")
-    recorded["targets"][f"{CORE}.block_pool.BlockPool"][1] = "another source"
-    recorded["targets"][f"{CORE}.kv_cache_utils.get_group_id"] = None
+    recorded["members"][f"{CORE}.block_pool.BlockPool"]["source"] = "another source"
+    recorded["members"][f"{CORE}.kv_cache_utils.get_group_id"] = {}
     monkeypatch.setattr(drift, "KNOWN", tmp_path / "known.json")
     drift.KNOWN.write_text(json.dumps(known))
     message = one_warning(lines)

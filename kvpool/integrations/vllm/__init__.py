@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvpool import _backend
 from kvpool.integrations.vllm import announcement, levels
 from kvpool.integrations.vllm.hooks import Hooks
+from kvpool.integrations.vllm.sources import installed_sources
 
 
 class Status(NamedTuple):
@@ -88,8 +89,7 @@ def install(names: Sequence[str], hooks: Hooks) -> Status:
 
     version = levels.vllm_version()
     targets = levels.targets_of(names)
-    found = drift.differences(version, targets, drift.installed_sources())
-    found = found or drift.replaced_by_others(version, targets)
+    found = drift.objections(version, targets, installed_sources())
     if found:
         raise NotExpectedError(drift.describe(found))
     for name in names:

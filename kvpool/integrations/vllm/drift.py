@@ -1,8 +1,9 @@
-"""Whether the vLLM at hand is one that kvpool was checked against: fingerprints of all that the levels touch.
+"""Whether the vLLM at hand is one that kvpool was checked against: fingerprints of all that the levels rely on.
 
-``known.json`` holds, for each version, a hash of every source file that has a target and a fingerprint of every target
-(signature, and a hash of its syntax tree without docstrings). A file of known bytes needs no look at its targets; in
-another one (patched by a distributor, say) each target must still be what it was.
+``known.json`` holds, for each version, what is recorded of every target of the levels and of all that those rely on in
+turn (``closure``), and a hash of every source file that has one of these names. A file of known bytes needs no look at
+its names; in another one (patched by a distributor, say) each must still be what it was. What another plugin has put in
+the place of one of them in this process is found as well (``live``).
 
     python -m kvpool.integrations.vllm.drift --record                       the installed vLLM
     python -m kvpool.integrations.vllm.drift --record --sources FOLDER --version 0.33.0    an unpacked wheel
@@ -13,34 +14,43 @@ record a version; do it after vLLM's own tests have passed with kvpool in its pl
 from __future__ import annotations
 
 import argparse
-import ast
-import hashlib
-import importlib
-import importlib.util
-import inspect
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from kvpool.integrations.vllm import live
+from kvpool.integrations.vllm import sources as source
+from kvpool.integrations.vllm.closure import closure_of
+from kvpool.integrations.vllm.members import Member, member_of
+from kvpool.integrations.vllm.sources import module_of_file
 
 KNOWN = Path(__file__).with_name("known.json")
 MAX_NAMED = 8
 
-# Where nothing of what a program does is said, and how Python's versions differ in what they say.
-_IGNORED_FIELDS = frozenset({"ctx", "kind", "type_comment"})
 
-
-class Fingerprint(NamedTuple):
-    """What a target is.
+class Version(NamedTuple):
+    """What is recorded of one version.
 
     Attributes:
-        signature: parameters with their defaults; of a class those of its ``__init__``; "" where there are none.
-        source: hash of the syntax tree.
+        files: hash by path below the folder of the package.
+        members: by dotted name.
     """
 
-    signature: str
-    source: str
+    files: Mapping[str, str]
+    members: Mapping[str, Member]
+
+    def closure(self, targets: Iterable[str]) -> dict[str, Member]:
+        """The targets and all that they rely on; a target that is not recorded is left out."""
+        found: dict[str, Member] = {}
+        waiting = deque(targets)
+        while waiting:
+            name = waiting.popleft()
+            if name not in found and name in self.members:
+                found[name] = self.members[name]
+                waiting += found[name].relies_on
+        return found
 
 
 def public_version(version: str) -> str:
@@ -48,128 +58,24 @@ def public_version(version: str) -> str:
     return version.partition("+")[0]
 
 
-def installed_sources() -> Path:
-    """The folder in which the installed package ``vllm`` lies; the package is not imported."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:  # no origin: just some folder of that name
-        raise ModuleNotFoundError("vLLM is not installed")
-    return Path(spec.origin).parents[1]
-
-
-# ---- one target ----
-
-
-def fingerprint(target: str, sources: Path) -> Fingerprint | None:
-    """The fingerprint of a dotted name, or None if there is no such thing in these sources. Nothing is imported.
-
-    A name that its module only imports is fingerprinted by the import.
-    """
-    found = _split(target, sources)
-    if found is None:
-        return None
-    path, names = found
-    node: ast.AST | None = _tree(path)
-    for name in names:
-        node = None if node is None else _defined(node, name)
-    if node is None:
-        return None
-    return Fingerprint(_signature(node), _hash(_normal_form(node)))
-
-
-def file_of(target: str, sources: Path) -> Path | None:
-    """The source file that a dotted name points into, if it exists."""
-    found = _split(target, sources)
-    return None if found is None else found[0]
-
-
-def _split(target: str, sources: Path) -> tuple[Path, list[str]] | None:
-    """The file of the longest prefix that is a module, and the names below it."""
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        base = sources.joinpath(*parts[:length])
-        for path in (base.with_suffix(".py"), base / "__init__.py"):
-            if path.is_file():
-                return path, parts[length:]
-    return None
-
-
-@lru_cache(maxsize=64)
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _defined(scope: ast.AST, name: str) -> ast.AST | None:
-    """The last statement of a module or class, also below if and try, that gives a name its value."""
-    last = None
-    for statement in _statements(scope):
-        if name in _names_bound_by(statement):
-            last = statement
-    return last
-
-
-def _statements(scope: ast.AST) -> Iterator[ast.stmt]:
-    for field in ("body", "orelse", "handlers", "finalbody"):
-        for child in getattr(scope, field, []):
-            if isinstance(child, (ast.If, ast.Try, ast.ExceptHandler, ast.With)):
-                yield from _statements(child)
-            else:
-                yield child
-
-
-def _names_bound_by(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return [statement.name]
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return [alias.asname or alias.name for alias in statement.names]
-    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _signature(node: ast.AST) -> str:
-    if isinstance(node, ast.ClassDef):
-        init = _defined(node, "__init__")
-        return "" if init is None else _signature(init)
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return ""
-    bare = ast.parse(f"def f({ast.unparse(node.args)}): pass").body[0]
-    for part in ast.walk(bare):
-        if isinstance(part, ast.arg):
-            part.annotation = None
-    assert isinstance(bare, ast.FunctionDef)
-    return f"({ast.unparse(bare.args)})"
-
-
-def _normal_form(node: Any) -> Any:
-    """A nested tuple that is the same for sources that do the same, whichever Python has parsed them: no docstrings, no
-    empty fields."""
-    if isinstance(node, list):
-        return tuple(_normal_form(item) for item in node)
-    if not isinstance(node, ast.AST):
-        return (type(node).__name__, repr(node))
-    fields = []
-    has_docstring = (
-        isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        and ast.get_docstring(node, clean=False) is not None
-    )
-    for name, held in ast.iter_fields(node):
-        value = held[1:] if name == "body" and has_docstring else held
-        if name not in _IGNORED_FIELDS and value is not None and value != []:
-            fields.append((name, _normal_form(value)))
-    return (type(node).__name__, *fields)
-
-
-def _hash(value: Any) -> str:
-    data = value if isinstance(value, bytes) else repr(value).encode()
-    return hashlib.sha256(data).hexdigest()[:32]
-
-
-# ---- all targets of a version ----
-
-
-def known_versions() -> dict[str, Any]:
+def known_versions() -> dict[str, Version]:
     """What is recorded, by version."""
+    return {version: _version_from(recorded) for version, recorded in _read_known().items()}
+
+
+def _read_known() -> dict[str, Any]:
     known: dict[str, Any] = json.loads(KNOWN.read_text(encoding="utf-8"))
     return known
+
+
+def _version_from(recorded: dict[str, Any]) -> Version:
+    members = {name: Member.from_json(fields) for name, fields in recorded["members"].items()}
+    return Version(recorded["files"], members)
+
+
+def objections(version: str, targets: Sequence[str], sources: Path) -> list[str]:
+    """What speaks against replacing in this process: ``differences``, and with none of them ``replaced_by_others``."""
+    return differences(version, targets, sources) or replaced_by_others(version, targets)
 
 
 def differences(version: str, targets: Sequence[str], sources: Path) -> list[str]:
@@ -180,78 +86,47 @@ def differences(version: str, targets: Sequence[str], sources: Path) -> list[str
         targets: dotted names, of the levels that are asked for.
         sources: folder that holds the package ``vllm``.
     """
-    known = known_versions()
+    known = _read_known()
     version = public_version(version)
     if version in known:
-        return list(_changes(known[version], targets, sources))
+        return list(_changes(_version_from(known[version]), targets, sources))
     nearest = max(known, key=_version_key)
-    changes = list(_changes(known[nearest], targets, sources))
+    changes = list(_changes(_version_from(known[nearest]), targets, sources))
     against = f"vLLM {version} is not one that this kvpool was checked against ({', '.join(known)})"
     return [against, f"compared with {nearest}: {_listed(changes) if changes else 'no hook point differs'}"]
 
 
-def _changes(recorded: dict[str, Any], targets: Iterable[str], sources: Path) -> Iterator[str]:
-    unchanged: dict[Path, bool] = {}
+def replaced_by_others(version: str, targets: Iterable[str]) -> list[str]:
+    """What in this process is not vLLM's own of all that the targets rely on, since some other code has put its own
+    there. The version is a known one."""
+    recorded = _version_from(_read_known()[public_version(version)])
+    modules = [module_of_file(path) for path in recorded.files]
+    return list(live.replaced(recorded.closure(targets), modules))
+
+
+def _changes(recorded: Version, targets: Sequence[str], sources: Path) -> Iterator[str]:
     for target in targets:
-        if target not in recorded["targets"]:
+        if target not in recorded.members:
             yield f"{target} is not recorded in {KNOWN.name}"
-            continue
-        path = file_of(target, sources)
-        if path is not None:
+    unchanged: dict[Path, bool] = {}
+    for name, was in recorded.closure(targets).items():
+        place = source.place_of(name, sources)
+        if place is not None:
+            path = place.path
             if path not in unchanged:
-                digest = recorded["files"].get(path.relative_to(sources).as_posix())
-                unchanged[path] = digest is not None and digest == _hash(path.read_bytes())
+                digest = recorded.files.get(path.relative_to(sources).as_posix())
+                unchanged[path] = digest is not None and digest == source.hash_of_bytes(path.read_bytes())
             if unchanged[path]:
                 continue
-        was, now = recorded["targets"][target], fingerprint(target, sources)
-        if was is None and now is None:
-            continue
-        if was is None or now is None:
-            yield f"{target} {'is new' if was is None else 'is gone'}"
-        elif was[0] != now.signature:
-            yield f"{target}: signature {was[0]} is now {now.signature}"
-        elif was[1] != now.source:
-            yield f"{target}: its source has changed"
-
-
-def replaced_by_others(version: str, targets: Iterable[str]) -> list[str]:
-    """Targets that in this process are not vLLM's own, since some other code has put its own there. Imports the
-    modules; the version is a known one."""
-    recorded = known_versions()[public_version(version)]["targets"]
-    found = []
-    for target in targets:
-        live = _resolve(target)
-        if not (inspect.isfunction(live) or inspect.isclass(live)):
-            continue
-        name = f"{live.__module__}.{live.__qualname__}"
-        if not name.startswith("vllm."):
-            found.append(f"{target} has been replaced by {name}")
-        elif (
-            inspect.isfunction(live) and recorded[target] is not None and not _has_parameters(live, recorded[target][0])
-        ):
-            found.append(f"{target} does not take {recorded[target][0]} but {inspect.signature(live)}")
-    return found
-
-
-def _has_parameters(function: Any, signature: str) -> bool:
-    if not signature:
-        return True
-    statement = ast.parse(f"def f{signature}: pass").body[0]
-    named = {part.arg for part in ast.walk(statement) if isinstance(part, ast.arg)}
-    return named == set(inspect.signature(function).parameters)
-
-
-def _resolve(target: str) -> Any:
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        try:
-            value: Any = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[length:]:
-            value = getattr(value, name, None)
-        return value
-    return None
+        now = member_of(name, sources)
+        if was.exists and now.exists:
+            if was.signature != now.signature:
+                yield f"{name}: signature {was.signature} is now {now.signature}"
+            elif was.source != now.source:
+                yield f"{name}: its source has changed"
+        elif was.exists or now.exists:
+            yield f"{name} {'is gone' if was.exists else 'is new'}"
+    source.tree_of.cache_clear()
 
 
 def _version_key(version: str) -> tuple[int, ...]:
@@ -271,16 +146,32 @@ def describe(found: Sequence[str]) -> str:
 # ---- recording ----
 
 
-def record(version: str, targets: Sequence[str], sources: Path) -> None:
-    """Write what these sources are into ``known.json``, in the place of what was recorded for the version."""
-    known = known_versions() if KNOWN.exists() else {}
-    files = {path for target in targets if (path := file_of(target, sources)) is not None}
+def record(version: str, targets: Iterable[str], sources: Path) -> int:
+    """Write what these sources are into ``known.json``, in the place of what was recorded for the version. Returns the
+    number of names."""
+    known = json.loads(KNOWN.read_text(encoding="utf-8")) if KNOWN.exists() else {}
+    members = {name: member_of(name, sources, names) for name, names in closure_of(targets, sources).items()}
+    places = [source.place_of(name, sources) for name in members]
+    files = {place.path for place in places if place is not None}
     known[public_version(version)] = {
-        "files": {path.relative_to(sources).as_posix(): _hash(path.read_bytes()) for path in sorted(files)},
-        "targets": {target: fingerprint(target, sources) for target in sorted(targets)},
+        "files": {path.relative_to(sources).as_posix(): source.hash_of_bytes(path.read_bytes()) for path in files},
+        "members": {name: member.to_json() for name, member in members.items()},
     }
-    ordered = {name: known[name] for name in sorted(known, key=_version_key)}
-    KNOWN.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    KNOWN.write_text(_text_of(known), encoding="utf-8")
+    source.tree_of.cache_clear()
+    return len(members)
+
+
+def _text_of(known: dict[str, Any]) -> str:
+    """JSON with a line for each file and name, all in order."""
+    versions = []
+    for version in sorted(known, key=_version_key):
+        parts = []
+        for part, entries in known[version].items():
+            lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
+            parts.append(f'  "{part}": {{\n{lines}\n  }}')
+        versions.append(f' "{version}": {{\n' + ",\n".join(parts) + "\n }")
+    return "{\n" + ",\n".join(versions) + "\n}\n"
 
 
 def main() -> None:
@@ -294,12 +185,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.sources is None) != (arguments.version is None):
         parser.error("--sources and --version go together")
-    sources = installed_sources() if arguments.sources is None else arguments.sources.resolve()
+    sources = source.installed_sources() if arguments.sources is None else arguments.sources.resolve()
     version = levels.vllm_version() if arguments.version is None else arguments.version
     targets = levels.targets_of(levels.NAMES)
     if arguments.record:
-        record(version, targets, sources)
-        print(f"recorded {len(set(targets))} targets of vLLM {public_version(version)} in {KNOWN}")
+        num_names = record(version, targets, sources)
+        print(f"recorded {num_names} names of vLLM {public_version(version)} in {KNOWN}")
         return
     found = differences(version, targets, sources)
     print("\n".join(found) or f"vLLM {public_version(version)}: nothing differs")
