@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from kvpool.arguments import show, to_int
 from kvpool.block_hash import BlockHash, ExtraKeys, generate_block_hash_extra_keys
 from kvpool.errors import InvalidArgumentError
 
 DEFAULT_SEED = "vllm-none-hash"  # vLLM's: engines of either kind that share a cache start their chains alike
 RANDOM_SEED_BYTES = 32
+_MAX_BLOCK_SIZE = 2**62
 NATIVE_PICKLE_PROTOCOL = 5
 
 Digest = Callable[[bytes], bytes]
@@ -158,16 +160,16 @@ def resolve_none_hash_seed(algorithm: str, seed: str | int | None = None) -> str
 
 def parse_algorithm(name: str) -> Algorithm:
     if name not in ALGORITHMS:
-        raise InvalidArgumentError(f"unknown block hash algorithm {name!r}; there are {', '.join(ALGORITHMS)}")
+        raise InvalidArgumentError(f"unknown block hash algorithm {show(name)}; there are {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 
 
 def parse_block_size(block_size: Any) -> int:
     if isinstance(block_size, bool) or not hasattr(block_size, "__index__"):
-        raise TypeError(f"block_size must be an int, not {type(block_size).__name__}: {block_size!r}")
-    size = index(block_size)
+        raise TypeError(f"block_size must be an int, not {type(block_size).__name__}: {show(block_size)}")
+    size = to_int("block_size", block_size, highest=_MAX_BLOCK_SIZE)
     if size < 1:
-        raise InvalidArgumentError(f"block_size must be positive, not {size}")
+        raise InvalidArgumentError(f"block_size must be positive, not {show(size)}")
     return size
 
 

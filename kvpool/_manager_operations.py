@@ -26,6 +26,7 @@ from kvpool.allocation_checks import (
     refuse_tokens_without_slots,
     to_count,
 )
+from kvpool.arguments import to_float, to_int
 from kvpool.coordinator import get_kv_cache_coordinator, resolve_kv_cache_block_sizes
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_blocks import KVCacheBlocks
@@ -50,6 +51,7 @@ _NUMBER_NAMES = (
     "reserved_blocks",
     "num_computed_tokens",
 )
+_MAX_NUM_TOKENS = 2**62  # sums of two are in range of the native manager
 
 
 class KVCacheManagerOperations(KVCacheWithdrawal):
@@ -99,9 +101,11 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         verify_hits: bool = True,
         block_pool_class: Callable[..., Any] | None = None,
     ) -> None:
-        if max_model_len < 1:
-            raise InvalidArgumentError(f"max_model_len must be at least 1, not {max_model_len}")
-        if not watermark >= 0.0:
+        max_model_len = to_int("max_model_len", max_model_len, 1, _MAX_NUM_TOKENS)
+        if max_in_flight_tokens is not None:
+            max_in_flight_tokens = to_int("max_in_flight_tokens", max_in_flight_tokens, 0, _MAX_NUM_TOKENS)
+        watermark = to_float("watermark", watermark)
+        if watermark < 0.0:
             raise InvalidArgumentError(f"watermark must be non-negative, not {watermark}")
         scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, enable_caching, scheduler_block_size, hash_block_size
@@ -113,7 +117,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         self.enable_kv_cache_events = enable_kv_cache_events
         self.metrics_collector = metrics_collector
         self.verify_hits = verify_hits
-        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.watermark_blocks = int(min(watermark, 1.0) * kv_cache_config.num_blocks)
         self.coordinator = get_kv_cache_coordinator(
             kv_cache_config=kv_cache_config,
             max_model_len=max_model_len,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvpool._block_hashing import BlockHashing, parse_block_size
-from kvpool.arguments import show, to_float, to_int, to_text
+from kvpool.arguments import show, to_bool, to_float, to_int, to_text
 from kvpool.block_hash import BlockHash, BlockHashListWithBlockSize, resolve_block_hashes
 from kvpool.errors import InvalidArgumentError
 from kvpool.request_status import RequestStatus
@@ -160,8 +160,8 @@ class RequestOperations:
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params are SamplingParams, not {show(sampling_params)}")
         if prompt_is_token_ids is not None:
-            prompt_is_token_ids = [bool(is_token) for is_token in prompt_is_token_ids]
-        skip_reading_prefix_cache = bool(skip_reading_prefix_cache)
+            prompt_is_token_ids = [to_bool("a value of prompt_is_token_ids", flag) for flag in prompt_is_token_ids]
+        skip_reading_prefix_cache = to_bool("skip_reading_prefix_cache", skip_reading_prefix_cache)
         prompt = None if prompt_token_ids is None else to_token_ids(prompt_token_ids, self.has_only_ints)
         num_prompt_tokens = _num_prompt_tokens(prompt, prompt_embeds)
         all_token_ids = [0] * num_prompt_tokens if prompt is None else prompt
@@ -222,7 +222,7 @@ class RequestOperations:
         """
         num_tokens = to_int("num_tokens", num_tokens)
         if not 0 <= num_tokens <= self.num_tokens:
-            raise InvalidArgumentError(f"{num_tokens} tokens are to stay, there are {self.num_tokens}")
+            raise InvalidArgumentError(f"{show(num_tokens)} tokens are to stay, there are {self.num_tokens}")
         self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
         if self.prompt_token_ids is not None and len(self.prompt_token_ids) > num_tokens:
             self.prompt_token_ids = self.prompt_token_ids[:num_tokens]

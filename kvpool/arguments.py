@@ -74,6 +74,18 @@ def to_float(name: str, value: Any) -> float:
     return number
 
 
+def to_bool(name: str, value: Any) -> bool:
+    """A truth value.
+
+    Raises:
+        TypeError: a value that is neither true nor false, as an array.
+    """
+    try:
+        return bool(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is true or false, not {show(value)}") from error
+
+
 def to_text(name: str, value: Any) -> str:
     """A text as an exact str that UTF-8 can encode, as messages are.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hostile_values import HUGE, INTEGERS, NO_INTEGERS, NO_REALS, REALS, Index, Unshowable
 
-from kvpool.arguments import show, to_float, to_int, to_text
+from kvpool.arguments import show, to_bool, to_float, to_int, to_text
 from kvpool.errors import InvalidArgumentError
 
 MOST_CHARACTERS = 300  # of a message
@@ -74,6 +74,14 @@ class Shouting(str):
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("__eq__")
+
+
+def test_truth_values() -> None:
+    for value, expected in ((True, True), (0, False), ("", False), (np.bool_(True), True), (None, False)):
+        assert to_bool("name", value) is expected
+    for wrong in (np.array([1, 2]), np.array([3.0, 0.0])):
+        with pytest.raises(TypeError, match="the name is true or false, not "):
+            to_bool("the name", wrong)
 
 
 def test_texts_are_exact_and_can_be_encoded() -> None:

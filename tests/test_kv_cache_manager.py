@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hostile_values import HUGE, INTEGERS, NO_INTEGERS, NO_REALS, REALS
 from manager_layouts import Layout, ManagerRequest, OwnManagerRequest, Status, make_config
 from pool_state import block_ids, free_ids, state_of
 
@@ -248,10 +249,28 @@ def test_watermark(
         manager.free(request)
 
 
-@pytest.mark.parametrize("watermark", [-0.1, float("nan")])
-def test_watermarks_that_make_no_sense(make_manager: Any, watermark: float) -> None:
-    with pytest.raises(AssertionError, match="watermark must be non-negative"):
-        make_manager(11, watermark=watermark)
+def test_watermarks_that_make_no_sense(make_manager: Any) -> None:
+    for watermark in (-0.1, float("nan"), float("inf"), *HUGE):
+        with pytest.raises(AssertionError, match=r"watermark (must be non-negative|is finite)"):
+            make_manager(11, watermark=watermark)
+
+
+def test_numbers_of_all_types_and_what_is_none(make_manager: Any) -> None:
+    for value in INTEGERS:
+        assert type(make_manager(11, max_model_len=value, max_in_flight_tokens=value).max_model_len) is int
+    for value in REALS:
+        assert make_manager(11, watermark=value).watermark_blocks == 5
+    assert make_manager(11, watermark=1e308).watermark_blocks == 11  # nobody is admitted while others run
+    for name in ("max_model_len", "max_in_flight_tokens"):
+        for value in NO_INTEGERS:
+            with pytest.raises(TypeError, match=f"{name} is an integer, not "):
+                make_manager(11, **{name: value})
+        for value in HUGE:
+            with pytest.raises(InvalidArgumentError, match=f"{name} is at (most|least) "):
+                make_manager(11, **{name: value})
+    for value in NO_REALS:
+        with pytest.raises(TypeError, match="watermark is a number, not "):
+            make_manager(11, watermark=value)
 
 
 def test_reserved_blocks_prevent_a_deadlock(make_manager: Any) -> None:
@@ -592,7 +611,7 @@ def test_other_negative_numbers(make_manager: Any) -> None:
         manager.cache_blocks(ManagerRequest("r", tokens(9)), -1)
     with pytest.raises(InvalidArgumentError, match="-1"):
         manager.can_ever_fit(-1)
-    with pytest.raises(InvalidArgumentError, match="max_model_len must be at least 1, not 0"):
+    with pytest.raises(InvalidArgumentError, match="max_model_len is at least 1, not 0"):
         make_manager(9, max_model_len=0)
 
 

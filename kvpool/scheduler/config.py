@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvpool.arguments import show, to_int
+from kvpool.arguments import show, to_bool, to_int, to_text
 from kvpool.errors import InvalidArgumentError
 
 _HIGHEST_COUNT = 2**63 - 1
@@ -35,7 +35,7 @@ class SchedulerConfig:
         stop_token_ids: tokens that end any request, e.g. the end of sequence; ``add_request`` takes more for one.
 
     Raises:
-        TypeError: a limit or a token that is no integer.
+        TypeError: a limit or a token that is no integer, a policy that is neither.
         InvalidArgumentError: a limit below 1, a negative threshold, an unknown policy.
     """
 
@@ -50,12 +50,14 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name, lowest in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("long_prefill_token_threshold", 0)):
             object.__setattr__(self, name, to_int(name, getattr(self, name), lowest, _HIGHEST_COUNT))
-        try:
-            object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
-        except ValueError:
-            known = ", ".join(policy.value for policy in SchedulingPolicy)
-            raise InvalidArgumentError(f"unknown scheduling policy {show(self.policy)}; there are: {known}") from None
+        policies = {policy.value: policy for policy in SchedulingPolicy}
+        is_policy = isinstance(self.policy, SchedulingPolicy)
+        policy = self.policy if is_policy else policies.get(to_text("policy", self.policy))
+        if policy is None:
+            known = ", ".join(policies)
+            raise InvalidArgumentError(f"unknown scheduling policy {show(self.policy)}; there are: {known}")
+        object.__setattr__(self, "policy", policy)
         stop_token_ids = frozenset(to_int("a stop token id", token_id) for token_id in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         for name in ("enable_chunked_prefill", "reserve_full_sequence"):
-            object.__setattr__(self, name, bool(getattr(self, name)))
+            object.__setattr__(self, name, to_bool(name, getattr(self, name)))

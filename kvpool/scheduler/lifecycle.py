@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvpool.arguments import to_int
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import CrossAttentionSpec
 from kvpool.request_status import RequestStatus
@@ -82,18 +83,19 @@ class RequestLifecycle:
             stop_token_ids: tokens that end this request, beside those of the configuration.
 
         Raises:
+            TypeError: a stop token that is no integer.
             RequestTooLargeError: at its full length it would not fit into the empty cache; the message says how many
                 blocks it needs and how many there are.
             InvalidArgumentError: the id is taken; the request isn't waiting; the prompt is empty or leaves no room for
                 a token within ``max_model_len``; prefix caching is on, and its block hashes are missing.
         """
+        own_stop_token_ids = frozenset(to_int("a stop token id", token_id) for token_id in stop_token_ids)
         self._settle()
         if request.request_id in self.requests:
             raise InvalidArgumentError(f"there is an unfinished request with the id {request.request_id!r}")
         if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
             raise InvalidArgumentError(f"request {request.request_id!r} has been used: {request.status.name}")
         require_fit(request, self.kv_cache_manager)
-        own_stop_token_ids = frozenset(stop_token_ids)
         self._change = partial(self._forget, request)
         try:
             self.waiting.add_request(request)

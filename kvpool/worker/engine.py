@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from kvpool._request_operations import to_token_ids
-from kvpool.arguments import show, to_int, to_text
+from kvpool.arguments import show, to_bool, to_int, to_text
 from kvpool.block_hasher import BlockHasher
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.kv_cache_manager import KVCacheManager
@@ -24,7 +24,7 @@ from kvpool.sampling_params import SamplingParams
 from kvpool.scheduler import RequestOutput, Scheduler, SchedulerConfig, SchedulerOutput
 from kvpool.worker.executor import Executor, ExecutorLimits
 
-__all__ = ["Engine", "Executor", "ExecutorLimits", "RequestFailedError"]
+__all__ = ["Engine", "EngineStateError", "Executor", "ExecutorLimits", "RequestFailedError"]
 
 MAX_REQUEST_ID_LENGTH = 65_536  # characters; ids are in every message to workers
 _PREFIX_BYTES = 4  # of the ids that an engine gives
@@ -43,6 +43,10 @@ class RequestFailedError(KvpoolError, RuntimeError):
         others = f"; {len(errors)} of {len(tokens)} prompts failed" if len(errors) > 1 else ""
         super().__init__(f"prompt {number}: {reason}{others}")
         self.errors, self.tokens = errors, tokens
+
+
+class EngineStateError(KvpoolError, RuntimeError):
+    """A step was asked for in the middle of another one: by the executor, or by a second thread."""
 
 
 class Engine:
@@ -77,9 +81,19 @@ class Engine:
         enable_caching: bool = True,
         hash_algorithm: str = "sha256",
     ) -> None:
-        limits = executor.limits
+        limits: Any = getattr(executor, "limits", None)
+        for name, value, kind in (
+            ("kv_cache_config", kv_cache_config, KVCacheConfig),
+            ("executor.limits", limits, ExecutorLimits),
+            ("hash_algorithm", hash_algorithm, str),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} can't be {show(value)}")
+        if scheduler_config is not None and not isinstance(scheduler_config, SchedulerConfig):
+            raise TypeError(f"scheduler_config can't be {show(scheduler_config)}")
         if scheduler_config is None:
             scheduler_config = SchedulerConfig(limits.max_num_batched_tokens, limits.max_num_seqs)
+        enable_caching = to_bool("enable_caching", enable_caching)
         max_model_len = to_int("max_model_len", max_model_len, lowest=1)
         limits.require(
             max_model_len=max_model_len,
@@ -102,6 +116,7 @@ class Engine:
         # Ids that no caller will think of, nor another engine in the same process.
         self._id_prefix = secrets.token_hex(_PREFIX_BYTES)
         self._num_ids = 0
+        self._is_computing = False
 
     def add_request(
         self,
@@ -179,9 +194,15 @@ class Engine:
         After any exception, of the executor or by Ctrl-C, the step is withdrawn: the next call computes it again,
         unless ``scheduler.finish_requests`` ends its requests before. Whether the executor is of use then, it says
         itself.
+
+        Raises:
+            EngineStateError: a step is being computed; that one goes on.
         """
+        if self._is_computing:
+            raise EngineStateError("a step is being computed: steps come one after the other")
         output = None
         try:
+            self._is_computing = True
             output = self.scheduler.schedule()
             if not output.num_scheduled_tokens and self.scheduler.has_unfinished_requests():
                 raise RuntimeError(f"step {output.step} has no tokens, but there are requests that wait")
@@ -194,6 +215,8 @@ class Engine:
             elif output is not None and not output.num_scheduled_tokens:
                 self.scheduler.withdraw(output)
             raise
+        finally:
+            self._is_computing = False
         for request_output in outputs:
             request_output.num_cached_tokens = self._num_cached_tokens.get(request_output.request_id, 0)
             if request_output.finish_reason is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.scheduler.output import SchedulerOutput, StepResult
 
@@ -36,7 +37,7 @@ class ExecutorLimits:
         for name, number in wanted.items():
             limit = getattr(self, name)
             if number > limit:
-                raise InvalidArgumentError(f"the scheduler's {name} is {number}, and the executor's is {limit}")
+                raise InvalidArgumentError(f"the scheduler's {name} is {show(number)}, and the executor's is {limit}")
 
 
 class Executor(Protocol):
