@@ -28,6 +28,9 @@ SEED_MASK = 2**64 - 1
 class RequestStates:
     """The requests of a worker, as the messages of a scheduler tell of them. For one thread.
 
+    A message that was applied in part, as by Ctrl-C, or whose step failed, may be followed by another one, as
+    ``kvpool/scheduler/output.py`` says: it ends or preempts what the one before has left in doubt.
+
     Args:
         max_num_seqs: rows.
         max_model_len: tokens of a row.
@@ -73,6 +76,7 @@ class RequestStates:
                 outside the vocabulary, or that wants an adapter; a resumed one that is not preempted; a running one
                 that has no row; more requests than rows.
         """
+        self._find_free_rows()
         finished, gone = set(output.finished_request_ids), {*output.finished_request_ids, *output.preempted_request_ids}
         cached, new_requests = output.scheduled_cached_requests, output.scheduled_new_requests
         known = self._params.keys() - finished if finished else self._params.keys()
@@ -121,9 +125,10 @@ class RequestStates:
             self._prompts_aside.pop(request_id, None)
             self._leave_row(request_id)
         for request_id in output.preempted_request_ids:
-            row = self._leave_row(request_id)
+            row = self.row_of.get(request_id)
             if row is not None:
                 self._prompts_aside[request_id] = self.token_ids[row, : self._num_prompt_tokens[row]].copy()
+                self._leave_row(request_id)
         for new in output.scheduled_new_requests:
             params = new.sampling_params or GREEDY
             seed = secrets.randbits(64) if params.seed is None else params.seed & SEED_MASK
@@ -131,16 +136,16 @@ class RequestStates:
             self._take_row(new.request_id, np.array(new.prompt_token_ids, np.int32))
         cached = output.scheduled_cached_requests
         for request_id in compress(cached.request_ids, cached.resumed):
-            self._take_row(request_id, self._prompts_aside.pop(request_id))
+            self._take_row(request_id, self._prompts_aside[request_id])
+            del self._prompts_aside[request_id]
 
-    def _leave_row(self, request_id: str) -> int | None:
+    def _leave_row(self, request_id: str) -> None:
         row = self.row_of.pop(request_id, None)
         if row is not None:
             heappush(self._free_rows, row)
-        return row
 
     def _take_row(self, request_id: str, prompt: Array) -> None:
-        row = self.row_of[request_id] = heappop(self._free_rows)
+        row = self._free_rows[0]
         params, seed = self._params[request_id]
         self.token_ids[row, : len(prompt)] = prompt
         self._num_prompt_tokens[row] = len(prompt)
@@ -148,6 +153,13 @@ class RequestStates:
         self._top_ks[row] = min(params.top_k, self.vocab_size)
         self._top_ps[row] = params.top_p
         self._seeds[row] = seed
+        self.row_of[request_id] = row  # what a request has is whole before it has it
+        heappop(self._free_rows)
+
+    def _find_free_rows(self) -> None:
+        """After an interruption in the middle of a message a row may be nobody's, or somebody's and free."""
+        if len(self._free_rows) + len(self.row_of) != self.max_num_seqs:
+            self._free_rows = sorted(set(range(self.max_num_seqs)).difference(self.row_of.values()))
 
     def write_new_tokens(self, cached: CachedRequestData, rows: Array) -> None:
         """Puts generated tokens in their places, all by one assignment.
