@@ -20,15 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_attackers import LONG, SHORT_MORE, connect, flood, frame, shake_hands
+from event_attackers import GREETING, LONG, SHORT_MORE, connect, flood, frame, shake_hands
+
+from kvpool.curve import CurveKeys, make_key_folder
 
 zmq = pytest.importorskip("zmq")
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures by /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures by /proc"),
+]
 
 MB = 10**6
 PATIENCE_SECONDS = 20.0
-FLOOD_SECONDS = 2.0
+FLOOD_SECONDS = 1.0
 MAX_GROWTH_BYTES = 150 * MB
 MAX_CALL_SECONDS = 1.0  # a wait for a peer would last as long as the flood
 MAX_FILES = 256
@@ -100,8 +105,11 @@ class Engine:
 class Reader:
     """A subscriber that reads all the time and keeps the numbers."""
 
-    def __init__(self, engine: Engine, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, engine: Engine, patience_seconds: float = PATIENCE_SECONDS, keys: CurveKeys | None = None
+    ) -> None:
         self._context = zmq.Context()
+        self._keys = keys
         self._endpoints = engine.report["endpoint"], engine.report["replay_endpoint"]
         self._patience_seconds = patience_seconds
         self.numbers: list[int] = []
@@ -113,11 +121,16 @@ class Reader:
     def _read(self) -> None:
         with self._context.socket(zmq.SUB) as sub:
             sub.linger = 0
+            self._protect(sub)
             sub.subscribe(b"")
             sub.connect(self._endpoints[0])
             while not self._stop.is_set():
                 if sub.poll(50):
                     self.numbers.append(int.from_bytes(sub.recv_multipart()[1], "big"))
+
+    def _protect(self, peer: Any) -> None:
+        if self._keys is not None:
+            self._keys.protect_client(peer)
 
     def wait_for(self, number: int) -> None:
         end = time.monotonic() + self._patience_seconds
@@ -128,6 +141,7 @@ class Reader:
     def replay(self, first: int) -> list[int]:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
+            self._protect(dealer)
             dealer.connect(self._endpoints[1])
             dealer.send_multipart([b"", first.to_bytes(8, "big")])
             numbers = []
@@ -207,6 +221,32 @@ def test_a_flood_harms_nobody(start: Any, kind: str) -> None:
     assert peak - before["rss"] < MAX_GROWTH_BYTES
     assert report["refused_peers"] + report["refused_requests"] > 0, "it is counted"
     assert reader.replay(report["step"])[:1] == [report["step"]], "replays are answered"
+
+
+CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+HELLO = b"\x04\xc8" + b"\x05HELLO\x01\x00" + bytes(192)
+
+STRANGERS: dict[str, Callable[[int], bytes]] = {
+    "garbage": lambda _: os.urandom(50_000),
+    "no-keys": lambda _: GREETING + 1000 * frame(b"\x01"),
+    "bad-hello": lambda _: CURVE_GREETING + HELLO,
+    "endless-hello": lambda _: CURVE_GREETING + 1000 * frame(bytes(200), SHORT_MORE),
+}
+
+
+@pytest.mark.parametrize("where", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_at_a_port_with_keys_harm_nobody(start: Any, tmp_path: Path, kind: str, where: str) -> None:
+    make_key_folder(tmp_path)
+    engine = start(Engine, keys=str(tmp_path))
+    reader = start(Reader, engine, keys=CurveKeys.load_client(tmp_path))
+    before = engine.news()
+    with flood(before[where], None, STRANGERS[kind]) as sent:
+        time.sleep(FLOOD_SECONDS)
+    assert sum(sent) > 1000
+    report = check_unharmed(engine, reader, before)
+    assert report["refused_peers"] > 0 and report["refused_requests"] == 0
+    assert reader.replay(report["step"])[:1] == [report["step"]]
 
 
 def test_bare_connects_cost_nothing(start: Any) -> None:
