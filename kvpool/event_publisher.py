@@ -234,8 +234,9 @@ class ZmqEventPublisher(EventPublisher):
 
     @property
     def refused_peers(self) -> int:
-        """Connections since creation that never became ones of ZeroMQ (garbage, silence, no key that is admitted), or
-        were cut because they went beyond a limit."""
+        """Connections since creation that failed in ZeroMQ's handshake (silence, no key that is admitted), or were cut
+        because they went beyond a limit. Without those that ZeroMQ ends itself because of a frame that is none or too
+        large: it does not tell of them."""
         return self._sockets.num_refused_peers
 
     @property

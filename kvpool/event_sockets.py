@@ -18,7 +18,7 @@ from typing import Any
 from kvpool.curve import HANDSHAKE_SECONDS, ClientGate, CurveKeys, is_tcp, require_protection
 from kvpool.event_endpoints import bind, is_bind_endpoint, offset_endpoint_port
 from kvpool.event_replay import END_OF_REPLAY, SEQUENCE_NUMBER_BYTES, RememberedBatches, ReplayServer
-from kvpool.peer_limits import LOOK_SECONDS, PeerLimits
+from kvpool.peer_limits import PeerLimits
 
 __all__ = ["END_OF_REPLAY", "EventSockets"]
 
@@ -28,6 +28,7 @@ MAX_REQUEST_BYTES = 1024
 """The largest frame that either socket takes: a subscription to a topic of less than that, a replay request."""
 
 _MAX_UNREAD_MESSAGES = 16  # of one peer; TCP holds back the others
+_RECEIVE_BUFFER_BYTES = 4096  # the kernel's: what little peers say fits, and a flood comes in slowly
 _REPLAY_HWM = 128  # what one client is ahead of what it fetches
 _KEEPALIVE_IDLE_SECONDS = 60
 _KEEPALIVE_INTERVAL_SECONDS = 10
@@ -125,9 +126,6 @@ class EventSockets:
             self._replay.socket.router_mandatory = True
             self.replay_endpoint = self._replay.open()
             self._replay_server = ReplayServer(zmq, self._replay.socket, self._remembered, self._topic)
-        for opened in self._all():
-            if opened.limits is not None:
-                self._poller.register(opened.limits.monitor, zmq.POLLIN)
 
     def _all(self) -> list[_Opened]:
         return [opened for opened in (self._pub, self._replay) if opened is not None]
@@ -150,8 +148,9 @@ class EventSockets:
 
     @property
     def num_refused_peers(self) -> int:
-        """Connections since creation that never became ones of ZeroMQ (garbage, silence, no key that is admitted), or
-        were cut because they went beyond a limit."""
+        """Connections since creation that failed in ZeroMQ's handshake (silence, no key that is admitted), or were cut
+        because they went beyond a limit. Without those that ZeroMQ ends itself because of a frame that is none or too
+        large: it does not tell of them."""
         limits = [opened.limits for opened in self._all() if opened.limits is not None]
         return sum(each.num_cut - each.num_lagging + each.num_failed_handshakes for each in limits)
 
@@ -174,17 +173,12 @@ class EventSockets:
             # Register with no events is to unregister.
             self._poller.register(self._replay.socket, self.zmq.POLLIN if self._replay_server.reads_requests else 0)
         ready = {socket for socket, _ in self._poller.poll(self._wait_ms(timeout_ms))}
-        for opened in self._all():
-            if opened.limits is not None:
-                opened.limits.look()
         if self._replay_server is not None:
             self._replay_server.work()
         return file_descriptor in ready
 
     def _wait_ms(self, timeout_ms: int | None) -> int | None:
         times = [timeout_ms, self._replay_server.next_work_ms() if self._replay_server else None]
-        if any(opened.limits is not None and opened.limits.num_peers for opened in self._all()):
-            times.append(int(LOOK_SECONDS * _MS_PER_SECOND))
         return min((each for each in times if each is not None), default=None)
 
     def send(self, sequence_number: int, payload: bytes) -> None:
@@ -243,6 +237,7 @@ class _Opened:
             self.socket.sndhwm = sndhwm
             self.socket.rcvhwm = _MAX_UNREAD_MESSAGES
             self.socket.maxmsgsize = MAX_REQUEST_BYTES
+            self.socket.rcvbuf = _RECEIVE_BUFFER_BYTES
             self._keep_alive(zmq)
             if own_keys is not None and binds:
                 self._gate = ClientGate(self._context, own_keys)
@@ -269,7 +264,10 @@ class _Opened:
     def open(self) -> str:
         """Bind or connect; the endpoint, with the port that the system chose."""
         if self._binds:
-            return bind(self.socket, self._endpoint)
+            endpoint = bind(self.socket, self._endpoint)
+            if self.limits is not None:
+                self.limits.start()
+            return endpoint
         self.socket.connect(self._endpoint)
         return self._endpoint
 

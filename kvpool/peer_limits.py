@@ -8,9 +8,9 @@ that of TCP, on Linux); one that goes beyond is cut. A peer that was cut wrongly
 
 (``ZMQ_SNDHWM`` of a socket in use is no way to bound bytes: libzmq 4.3.5 crashes where a peer is just leaving.)
 
-The owner of the socket calls ``look`` whenever the monitor can be read, and every ``LOOK_SECONDS`` while there are
-peers: what comes within that time is all that a peer can have beyond its limits. The monitor is never full, so that
-ZeroMQ does not wait for it.
+A thread looks whenever a connection comes or goes, and every ``LOOK_SECONDS`` while there are peers: what comes within
+that time is all that a peer can have beyond its limits. It can't be the socket's own thread, which ZeroMQ keeps for as
+long as a flood of subscriptions lasts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ DEFAULT_BURST_BYTES = 64 * 1024
 DEFAULT_BYTES_PER_SECOND = 4 * 1024
 
 _MAX_CHANGES_PER_LOOK = 1000
+_MS_PER_SECOND = 1000
 _REST_PER_LOOK = 30  # so 3 % of the time at most
 _GREETING_BYTES = 64  # of ZMTP: who has not sent as much has said nothing yet
 _TCP_INFO = struct.Struct("=24x I 92x Q Q 8x I")  # Linux' struct tcp_info, to tcpi_notsent_bytes
@@ -60,7 +62,7 @@ class _Peer:
 
 
 class PeerLimits:
-    """The connections that one socket has accepted. For one thread at a time.
+    """The connections that one socket has accepted.
 
     Args:
         zmq_socket: before it is bound.
@@ -72,7 +74,6 @@ class PeerLimits:
             soon, see ``exempt``, gets in between any number of others.
 
     Attributes:
-        monitor: socket to poll.
         num_lagging: connections cut since creation because too much waited for them.
         num_cut: connections cut since creation.
         num_failed_handshakes: connections since creation that ended before they were ZeroMQ's: by garbage, silence or
@@ -110,21 +111,40 @@ class PeerLimits:
             (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         )
         address = f"inproc://kvpool-peers-{id(self)}"
-        zmq_socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | sum(self._failures))
-        self.monitor = zmq_socket.context.socket(zmq.PAIR)
-        self.monitor.linger = 0
-        self.monitor.rcvhwm = 0
-        self.monitor.connect(address)
+        changes = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | sum(self._failures)
+        zmq_socket.monitor(address, changes)
+        self._monitor = zmq_socket.context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.rcvhwm = 0  # ZeroMQ must never wait for it
+        self._monitor.connect(address)
+        self._is_stopped = False
+        self._thread: threading.Thread | None = None
 
     @property
     def num_peers(self) -> int:
         """Connections now."""
         return len(self._peers)
 
+    def start(self) -> None:
+        """Look from a thread, from now on; after the socket is bound."""
+        self._place = _listening_place(self._socket.last_endpoint.rstrip(b"\0").decode())
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kvpool-peer-limits")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            try:
+                self._monitor.poll(int(LOOK_SECONDS * _MS_PER_SECOND) if self._peers else None)
+                self.look()
+            except self._zmq.ContextTerminated:
+                return
+
     def close(self) -> None:
-        """Before the socket is closed."""
-        self._socket.disable_monitor()
-        self.monitor.close()
+        """Before the socket is closed, and from its thread."""
+        self._socket.disable_monitor()  # which the thread is told
+        if self._thread is not None:
+            self._thread.join()
+        self._monitor.close()
 
     def find_place(self) -> None:
         """To call once the socket is bound, where another thread than the socket's is to ``look``."""
@@ -139,7 +159,7 @@ class PeerLimits:
         self._published += num_bytes
 
     def look(self) -> None:
-        """Cut what goes beyond the limits. O(changes + peers), and no more than some milliseconds."""
+        """Cut what goes beyond the limits; for the owner where no thread was started. O(changes + peers)."""
         now = time.monotonic()
         self._take_changes(now)
         if now >= self._next_look:
@@ -150,7 +170,7 @@ class PeerLimits:
     def _take_changes(self, now: float) -> None:
         for _ in range(_MAX_CHANGES_PER_LOOK):
             try:
-                change, value = _CHANGE.unpack(self.monitor.recv_multipart(self._zmq.NOBLOCK)[0])
+                change, value = _CHANGE.unpack(self._monitor.recv_multipart(self._zmq.NOBLOCK)[0])
             except self._zmq.Again:
                 return
             if change == self._zmq.EVENT_ACCEPTED:
@@ -163,6 +183,8 @@ class PeerLimits:
                 self._forget(value)
             elif change in self._failures:
                 self.num_failed_handshakes += 1
+            elif change == self._zmq.EVENT_MONITOR_STOPPED:
+                self._is_stopped = True
 
     def _choose_victim(self, now: float) -> int:
         while self._silent:
