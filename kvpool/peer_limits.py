@@ -74,6 +74,7 @@ class PeerLimits:
             soon, see ``exempt``, gets in between any number of others.
 
     Attributes:
+        monitor: socket to poll before ``look``, for an owner that starts no thread here.
         num_lagging: connections cut since creation because too much waited for them.
         num_cut: connections cut since creation.
         num_failed_handshakes: connections since creation that ended before they were ZeroMQ's: by garbage, silence or
@@ -113,10 +114,10 @@ class PeerLimits:
         address = f"inproc://kvpool-peers-{id(self)}"
         changes = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | sum(self._failures)
         zmq_socket.monitor(address, changes)
-        self._monitor = zmq_socket.context.socket(zmq.PAIR)
-        self._monitor.linger = 0
-        self._monitor.rcvhwm = 0  # ZeroMQ must never wait for it
-        self._monitor.connect(address)
+        self.monitor = zmq_socket.context.socket(zmq.PAIR)
+        self.monitor.linger = 0
+        self.monitor.rcvhwm = 0  # ZeroMQ must never wait for it
+        self.monitor.connect(address)
         self._is_stopped = False
         self._thread: threading.Thread | None = None
 
@@ -127,14 +128,14 @@ class PeerLimits:
 
     def start(self) -> None:
         """Look from a thread, from now on; after the socket is bound."""
-        self._place = _listening_place(self._socket.last_endpoint.rstrip(b"\0").decode())
+        self.find_place()
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvpool-peer-limits")
         self._thread.start()
 
     def _run(self) -> None:
         while not self._is_stopped:
             try:
-                self._monitor.poll(int(LOOK_SECONDS * _MS_PER_SECOND) if self._peers else None)
+                self.monitor.poll(int(LOOK_SECONDS * _MS_PER_SECOND) if self._peers else None)
                 self.look()
             except self._zmq.ContextTerminated:
                 return
@@ -144,7 +145,7 @@ class PeerLimits:
         self._socket.disable_monitor()  # which the thread is told
         if self._thread is not None:
             self._thread.join()
-        self._monitor.close()
+        self.monitor.close()
 
     def find_place(self) -> None:
         """To call once the socket is bound, where another thread than the socket's is to ``look``."""
@@ -170,7 +171,7 @@ class PeerLimits:
     def _take_changes(self, now: float) -> None:
         for _ in range(_MAX_CHANGES_PER_LOOK):
             try:
-                change, value = _CHANGE.unpack(self._monitor.recv_multipart(self._zmq.NOBLOCK)[0])
+                change, value = _CHANGE.unpack(self.monitor.recv_multipart(self._zmq.NOBLOCK)[0])
             except self._zmq.Again:
                 return
             if change == self._zmq.EVENT_ACCEPTED:
