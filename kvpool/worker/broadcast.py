@@ -458,23 +458,24 @@ class Broadcaster:
 
     def _receive(self, deadline: Deadline) -> tuple[bytes, bytes] | None:
         """The next message and who sent it, or None now and then."""
-        if self._check_workers is not None and time.monotonic() >= self._next_look:
-            try:
-                self._check_workers()
-            except Exception as error:
-                self._break(error)
-                raise
         frames = self._link.receive(min(deadline.seconds_left, _POLL_SECONDS), self._refused_identities)
         if frames is None:
             return None
         return frames[0], frames[1] if len(frames) == 2 else b"".join(frames[1:])
 
     def _lost_ranks(self, grace_seconds: float) -> list[int]:
-        """Ranks that have had no connection for so long. Looks a few times a second, by a message of no bytes."""
+        """Ranks that have had no connection for so long. Looks a few times a second, by a message of no bytes; also
+        has the caller check the workers."""
         now = time.monotonic()
         if now < self._next_look:
             return []
         self._next_look = now + _POLL_SECONDS
+        if self._check_workers is not None:
+            try:
+                self._check_workers()
+            except Exception as error:
+                self._break(error)
+                raise
         for rank, identity in self._identities.items():
             self._note_reach(rank, self._link.send(b"", identity))
         return [rank for rank, since in self._unreachable_since.items() if now - since >= grace_seconds]
