@@ -19,7 +19,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.sampling_params import SamplingParams
 from kvpool.scheduler import RequestTooLargeError, SchedulerConfig, SchedulerOutput, StepResult
 from kvpool.worker import engine as engine_module
-from kvpool.worker.engine import MAX_REQUEST_ID_LENGTH, Engine, RequestFailedError
+from kvpool.worker.engine import MAX_REQUEST_ID_LENGTH, Engine, EngineStateError, RequestFailedError
 from kvpool.worker.executor import ExecutorLimits
 
 BLOCK_SIZE = 4
@@ -421,6 +421,27 @@ def test_tokens_that_are_none_leave_the_step_to_be_computed_again(executor: Coun
         engine.step()
     executor.execute = execute  # type: ignore[method-assign]
     assert [output.new_token_ids for output in engine.step()] == [[5]]
+
+
+def test_a_step_within_a_step_is_refused_and_the_first_goes_on(executor: CountingExecutor, engine: Engine) -> None:
+    engine.add_request([5], max_tokens=2)
+    stock = executor.execute
+
+    def execute(output: SchedulerOutput) -> StepResult:
+        with pytest.raises(EngineStateError, match="a step is being computed"):
+            engine.step()
+        with pytest.raises(InvalidArgumentError, match="1 requests are unfinished"):
+            engine.generate([[1]], max_tokens=1)
+        return stock(output)
+
+    executor.execute = execute  # type: ignore[method-assign]
+    assert [output.new_token_ids for _ in range(2) for output in engine.step()] == [[6], [7]]
+
+
+def test_an_executor_without_limits_is_refused() -> None:
+    for wrong in (None, object(), "runner"):
+        with pytest.raises(TypeError, match=r"executor\.limits can't be None"):
+            make_engine(wrong)  # type: ignore[arg-type]
 
 
 class OneFails(CountingExecutor):
