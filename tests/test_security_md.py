@@ -49,11 +49,18 @@ def test_limits_are_those_of_the_code(row: str, figures: list[float]) -> None:
 
 def test_messages_of_workers_are_bounded_as_told() -> None:
     pytest.importorskip("zmq")
-    from kvpool.worker import link, messages
+    from kvpool.worker import link, messages, peer_watch
 
     told = re.search(r"at most (\d+) MiB, in frames of (\d+) KiB", TEXT)
     assert told is not None
     assert (int(told[1]) * MIB, int(told[2]) * KIB) == (messages.MAX_MESSAGE_BYTES, link.FRAME_BYTES)
+    told = re.search(r"(\d+) connections at most .* send (\d+) KiB at once and (\d+) KiB/s", " ".join(TEXT.split()))
+    assert told is not None
+    assert (int(told[1]), int(told[2]) * KIB, int(told[3]) * KIB) == (
+        peer_watch.MAX_STRANGERS,
+        peer_watch.BURST_BYTES,
+        peer_watch.BYTES_PER_SECOND,
+    )
 
 
 def test_names_are_those_of_the_code() -> None:
