@@ -157,8 +157,11 @@ class RequestOperations:
         lora_name = None if lora_name is None else to_text("lora_name", lora_name)
         cache_salt = None if cache_salt is None else to_text("cache_salt", cache_salt)
         session_id = None if session_id is None else to_text("session_id", session_id)
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise TypeError(f"sampling_params are SamplingParams, not {show(sampling_params)}")
+        if sampling_params is not None and type(sampling_params) is not SamplingParams:
+            if not isinstance(sampling_params, SamplingParams):
+                raise TypeError(f"sampling_params are SamplingParams, not {show(sampling_params)}")
+            one = sampling_params  # of a class that workers don't know
+            sampling_params = SamplingParams(one.temperature, one.top_k, one.top_p, one.seed)
         if prompt_is_token_ids is not None:
             prompt_is_token_ids = [to_bool("a value of prompt_is_token_ids", flag) for flag in prompt_is_token_ids]
         skip_reading_prefix_cache = to_bool("skip_reading_prefix_cache", skip_reading_prefix_cache)

@@ -27,6 +27,7 @@ from kvpool.block_hash import BlockHashListWithBlockSize
 from kvpool.block_hasher import BlockHasher
 from kvpool.errors import InvalidArgumentError
 from kvpool.request import RequestStatus, TokenIds
+from kvpool.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 
@@ -150,6 +151,15 @@ def test_arguments_of_wrong_types_are_refused_by_name(request_class: Any) -> Non
     for value in ("12", {1: 2}, 7, np.array(7), Unshowable()):
         with pytest.raises(TypeError, match="token ids are integers in a sequence, not "):
             request_class("r", value)
+
+
+def test_parameters_of_a_subclass_are_those_that_workers_know(request_class: Any) -> None:
+    class Mine(SamplingParams, array_like=True, frozen=True, gc=False):
+        note: object = None
+
+    request = request_class("r", [1], sampling_params=Mine(0.5, 3, 0.9, 7, object()))
+    assert type(request.sampling_params) is SamplingParams
+    assert request.sampling_params == SamplingParams(0.5, 3, 0.9, 7)
 
 
 def test_a_token_whose_own_code_fails_or_changes_the_list(request_class: Any) -> None:
