@@ -1,7 +1,7 @@
 """The software bill of materials that a wheel carries in ``*.dist-info/sboms/`` (PEP 770), in CycloneDX 1.6.
 
-What is in the wheel: the package, the C core that is compiled into its modules, what it needs at run time, and what built
-it. No third-party code is in it but what Cython and numpy's headers put into compiled code.
+What is in the wheel: the package, the C core that is compiled into its modules, what it needs at run time, and what
+built it. No third-party code is in it but what Cython and numpy's headers put into compiled code.
 """
 
 from __future__ import annotations
