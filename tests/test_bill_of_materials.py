@@ -45,10 +45,10 @@ def test_it_lists_the_c_core_and_every_requirement(bill: dict[str, Any], install
 
 
 def test_everything_that_is_installed_for_the_tests_is_locked_by_hash() -> None:
-    for name in ("ci.txt", "vllm.txt"):
+    for name, least in (("ci.txt", 70), ("vllm.txt", 100), ("model.txt", 1)):
         entries = (ROOT / "requirements" / name).read_text().replace("\\\n", " ").splitlines()
         pins = [entry for entry in entries if entry and not entry.startswith("#")]
-        assert len(pins) > 100
+        assert len(pins) >= least
         for pin in pins:
             assert "==" in pin.split(";")[0], pin
             assert "--hash=sha256:" in pin, pin
