@@ -41,7 +41,7 @@ def check_vllm() -> tuple[bool, str]:
         from kvpool.integrations.vllm import self_check
 
         verdict = self_check.run()
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         return False, f"vLLM can't be imported: {error}"
     return verdict.is_equal, str(verdict)
 
@@ -74,7 +74,9 @@ def _find_gpus() -> str | None:
         return None
     query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_GPU_TIMEOUT_SECONDS, check=True)
+        answer = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=_GPU_TIMEOUT_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return "; ".join(line.strip() for line in answer.stdout.splitlines() if line.strip()) or None

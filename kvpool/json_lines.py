@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
-from kvpool.shown import one_line, shown
+from kvpool.one_line import one_line
 
 MakeError = Callable[[str], KvpoolError]
 
@@ -36,7 +37,7 @@ class ReadLimits:
     def __post_init__(self) -> None:
         if self.max_bytes < 1 or self.max_line_bytes < 1:
             raise InvalidArgumentError(
-                f"limits of bytes are at least 1, not {shown(self.max_bytes)} and {shown(self.max_line_bytes)}"
+                f"limits of bytes are at least 1, not {show(self.max_bytes)} and {show(self.max_line_bytes)}"
             )
 
 

@@ -150,7 +150,8 @@ def test_lengths_have_a_limit_that_can_be_raised(tmp_path: Path) -> None:
 
 def test_numbers_of_many_digits_are_described_not_echoed(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    for digits, reason in ((4_000, "digits"), (5_000, "an integer has more digits than can be read")):
+    too_large, too_long = "not an integer of 13288 bits", "an integer has more digits than can be read"
+    for digits, reason in ((4_000, too_large), (5_000, too_long)):
         path.write_text(json.dumps(REQUEST).replace("513", "-" + "9" * digits))
         with pytest.raises(TraceError, match=f":1: .*{reason}") as caught:
             read_trace(path)
@@ -181,11 +182,11 @@ def test_prompts_hold_any_character(tmp_path: Path) -> None:
         (r'{"prompt": "\ude00\ud83d"}', "character 0 of the prompt is U+DE00"),
         ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
         ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-        ('{"prompt": ' + "[" * 300 + "]" * 300 + "}", "is a text, not [[a list of 1]]"),
+        ('{"prompt": ' + "[" * 300 + "]" * 300 + "}", "is a text, not [[[[[[[...]]]]]]]"),
         ('{"prompt_token_ids": [1, ' + "9" * 4000 + "9.5]}", "no token id, but inf"),
-        ('{"prompt_token_ids": [-' + "9" * 4000 + "]}", "a negative integer of about 4,001 digits"),
-        ('{"prompt_token_ids": {"a": ' + "9" * 4000 + "}}", "a dict with the keys"),
-        ('{"prompt_token_ids": "' + "a" * 3_000_000 + '"}', "(3,000,000 characters)"),
+        ('{"prompt_token_ids": [-' + "9" * 4000 + "]}", "an integer of 13288 bits"),
+        ('{"prompt_token_ids": {"a": ' + "9" * 4000 + "}}", "a list of token ids, not {"),
+        ('{"prompt_token_ids": "' + "a" * 3_000_000 + '"}', "a...a"),
     ],
 )
 def test_a_hostile_prompt_is_one_short_line(tmp_path: Path, line: str, reason: str) -> None:

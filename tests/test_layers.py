@@ -17,9 +17,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvpool"
 CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
-    ["errors", "_version", "request_status", "token_ids", "shown"],
+    ["errors", "_version", "one_line", "request_status", "token_ids"],
     ["arguments", "environment", "curve", "event_replay", "peer_limits"],
-    ["sampling_params", "json_lines"],
+    ["json_lines", "sampling_params"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus", "_skipped_frees"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kvpool.shown import one_line
+from kvpool.one_line import one_line
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -59,6 +59,10 @@ def describe_os_error(error: OSError) -> str:
 
 class CleanGroup(TyperGroup):
     """The commands of the program, none of which ends in a traceback for what its user or the system did."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with clean_errors():  # of what the program's own options do, such as --version
+            return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
         with clean_errors():

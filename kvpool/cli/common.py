@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvpool.arguments import show
 from kvpool.cli.clean_exit import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -20,7 +21,6 @@ from kvpool.cli.clean_exit import (
     clean_errors,
     fail,
 )
-from kvpool.shown import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,10 +102,10 @@ def check_path(path: str | Path | None) -> None:
     try:
         Path(path).stat()
     except ValueError:
-        raise UsageError(f"{shown(str(path))} is no path") from None
+        raise UsageError(f"{show(str(path))} is no path") from None
     except OSError as error:
         if error.errno == ENAMETOOLONG:
-            raise UsageError(f"{shown(str(path))} is no path: {error.strerror}") from None
+            raise UsageError(f"{show(str(path))} is no path: {error.strerror}") from None
 
 
 def check_output(path: str | Path | None) -> None:

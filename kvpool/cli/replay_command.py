@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.arguments import show
 from kvpool.cli.common import (
     MAX_BLOCK_SIZE,
     MAX_COUNT,
@@ -18,17 +19,14 @@ from kvpool.cli.common import (
     check_output,
     check_path,
     clean_errors,
-    make_console,
     progress,
     write_json,
 )
 from kvpool.cli.memory import check_pool_memory
+from kvpool.cli.output import Output
 from kvpool.json_lines import ReadLimits
-from kvpool.shown import shown
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvpool.replay.report import Report
     from kvpool.replay.simulator import ReplayResult, ReplaySettings
     from kvpool.replay.trace import Trace, TraceLimits
@@ -165,8 +163,8 @@ def replay(
         loaded.check_block_size(block_size)
         settings = replace(settings, num_blocks=blocks or _default_blocks(loaded, block_size))
         check_pool_memory(names, max([settings.num_blocks, *sizes]))
-        console = make_console(is_stderr=json_path == STDOUT)
-        _print_header(console, loaded, settings, is_default_size=blocks is None)
+        output = Output(is_stderr=json_path == STDOUT, keeps_going=not (json_path is None and plot_path is None))
+        _print_header(output, loaded, settings, is_default_size=blocks is None)
         report = reports.Report(loaded, settings, _run_all(loaded, settings, names))
         if curve or sizes:
             report.curve = _run_curve(loaded, settings, names[0], sizes)
@@ -175,7 +173,8 @@ def replay(
             write_json(report.to_json(), json_path)
         if plot_path is not None:
             reports.write_plot(report, plot_path)
-        _print_report(console, report)
+        output.raise_failure()
+        _print_report(output, report)
         if json_path == STDOUT:
             write_json(report.to_json(), STDOUT)
 
@@ -188,7 +187,7 @@ def _parse_names(text: str | None) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:
-        raise UsageError(f"--compare {shown(text)}: choose from {', '.join(IMPLEMENTATIONS)}, separated by commas")
+        raise UsageError(f"--compare {show(text)}: choose from {', '.join(IMPLEMENTATIONS)}, separated by commas")
     return names
 
 
@@ -200,9 +199,9 @@ def _parse_sizes(text: str | None) -> list[int]:
     try:
         sizes = sorted({int(size) for size in text.split(",")})
     except ValueError:
-        raise UsageError(f"--curve-blocks {shown(text)}: must be whole numbers separated by commas") from None
+        raise UsageError(f"--curve-blocks {show(text)}: must be whole numbers separated by commas") from None
     if sizes[0] < MIN_NUM_BLOCKS or sizes[-1] > MAX_NUM_BLOCKS:
-        raise UsageError(f"--curve-blocks {shown(text)}: sizes must be from {MIN_NUM_BLOCKS} to {MAX_NUM_BLOCKS}")
+        raise UsageError(f"--curve-blocks {show(text)}: sizes must be from {MIN_NUM_BLOCKS} to {MAX_NUM_BLOCKS}")
     return sizes
 
 
@@ -284,24 +283,24 @@ def _run_curve(trace: Trace, settings: ReplaySettings, name: str, sizes: list[in
         )
 
 
-def _print_header(console: Console, trace: Trace, settings: ReplaySettings, is_default_size: bool) -> None:
+def _print_header(output: Output, trace: Trace, settings: ReplaySettings, is_default_size: bool) -> None:
     kind = "SYNTHETIC trace (built-in generator, no real traffic)" if trace.is_synthetic else "trace"
     size = "default size" if is_default_size else "--blocks"
-    console.print(f"{kind}: {trace.name}, {len(trace.requests):,} requests", soft_wrap=True)
-    console.print(
+    output.print(f"{kind}: {trace.name}, {len(trace.requests):,} requests", soft_wrap=True)
+    output.print(
         f"pool: {settings.num_blocks:,} blocks ({size}) of {settings.block_size} tokens;"
         f" prefill {settings.prefill_rate:,g} tokens/s, {settings.tpot_ms:g} ms per output token",
         soft_wrap=True,
     )
 
 
-def _print_report(console: Console, report: Report) -> None:
+def _print_report(output: Output, report: Report) -> None:
     from kvpool.replay import report as reports
 
-    console.print(reports.results_table(report))
+    output.print(reports.results_table(report))
     for line in reports.ratio_lines(report):
-        console.print(line)
+        output.print(line)
     if len(report.results) > 1:
-        console.print("hits and block ids are the same in all")
+        output.print("hits and block ids are the same in all")
     if report.curve:
-        console.print(reports.curve_table(report.curve))
+        output.print(reports.curve_table(report.curve))

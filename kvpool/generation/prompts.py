@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.json_lines import DEFAULT_READ_LIMITS, ReadLimits, numbered_lines, parse_object, source_name, type_name
-from kvpool.shown import shown
 
 if TYPE_CHECKING:
     from kvpool.worker.tokenizer import Tokenizer
@@ -45,10 +45,10 @@ def _parse_prompt(place: str, line: bytes) -> str | list[int]:
     prompt = document[fields.pop()]
     if "prompt" in document:
         if not isinstance(prompt, str):
-            raise PromptError(f'{place}: "prompt" is a text, not {shown(prompt)}')
+            raise PromptError(f'{place}: "prompt" is a text, not {show(prompt)}')
         _check_text(place, prompt)
     elif not isinstance(prompt, list):
-        raise PromptError(f'{place}: "prompt_token_ids" is a list of token ids, not {shown(prompt)}')
+        raise PromptError(f'{place}: "prompt_token_ids" is a list of token ids, not {show(prompt)}')
     else:
         _check_token_ids(place, prompt)
     if not prompt:
@@ -70,7 +70,7 @@ def _check_text(place: str, text: str) -> None:
 def _check_token_ids(place: str, token_ids: list[object]) -> None:
     for index, token in enumerate(token_ids):
         if type(token) is not int or token < 0:
-            given = shown(token) if isinstance(token, int | float) else type_name(token)
+            given = show(token) if isinstance(token, int | float) else type_name(token)
             raise PromptError(f'{place}: entry {index} of "prompt_token_ids" is no token id, but {given}')
 
 
@@ -88,7 +88,7 @@ def encode_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer, voc
         if not token_ids:
             raise PromptError(f"prompt {number} has no tokens")
         if max(token_ids) >= vocab_size:
-            largest = shown(max(token_ids))
+            largest = show(max(token_ids))
             raise PromptError(f"prompt {number} has the token {largest}; the vocabulary has {vocab_size}")
         encoded.append(token_ids)
     return encoded

@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.replay.driver import Driver
 from kvpool.replay.drivers import LAYERS
 from kvpool.replay.trace import Trace, TraceRequest, block_hashes
-from kvpool.shown import shown
 
 DEFAULT_PREFILL_RATE = 20_000.0
 DEFAULT_TPOT_MS = 25.0
@@ -59,9 +59,9 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         if self.num_blocks < MIN_NUM_BLOCKS:
-            raise InvalidArgumentError(f"a pool needs at least {MIN_NUM_BLOCKS} blocks, not {shown(self.num_blocks)}")
+            raise InvalidArgumentError(f"a pool needs at least {MIN_NUM_BLOCKS} blocks, not {show(self.num_blocks)}")
         if self.block_size < 1:
-            raise InvalidArgumentError(f"block size must be at least 1, not {shown(self.block_size)}")
+            raise InvalidArgumentError(f"block size must be at least 1, not {show(self.block_size)}")
         if not (math.isfinite(self.prefill_rate) and self.prefill_rate > 0):
             raise InvalidArgumentError(f"prefill rate must be finite and above 0, not {self.prefill_rate}")
         if self.prefill_rate < MIN_PREFILL_RATE:
@@ -71,7 +71,7 @@ class ReplaySettings:
         if self.tpot_ms > MAX_TPOT_MS:
             raise InvalidArgumentError(f"time per output token must be at most {MAX_TPOT_MS:g} ms, not {self.tpot_ms}")
         if self.over not in LAYERS:
-            raise InvalidArgumentError(f"a replay runs over {' or '.join(LAYERS)}, not {shown(self.over)}")
+            raise InvalidArgumentError(f"a replay runs over {' or '.join(LAYERS)}, not {show(self.over)}")
 
     @property
     def num_usable_blocks(self) -> int:

@@ -29,9 +29,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.json_lines import ReadLimits, numbered_lines, parse_object, source_name, type_name
-from kvpool.shown import shown
 
 DEFAULT_TRACE_BLOCK_SIZE = 512
 """Tokens per entry of `hash_ids` in the Mooncake traces. The Qwen-Bailian traces have 16."""
@@ -60,7 +60,7 @@ class TraceLimits(ReadLimits):
         super().__post_init__()
         if not 1 <= self.max_request_tokens <= MAX_REQUEST_TOKENS:
             raise InvalidArgumentError(
-                f"a limit of tokens is from 1 to {MAX_REQUEST_TOKENS}, not {shown(self.max_request_tokens)}"
+                f"a limit of tokens is from 1 to {MAX_REQUEST_TOKENS}, not {show(self.max_request_tokens)}"
             )
 
 
@@ -112,7 +112,7 @@ class Trace:
     def check_block_size(self, block_size: int) -> None:
         """Raises TraceError unless `block_size` (tokens) divides the trace's block size. Tokens fit any block size."""
         if block_size < 1:
-            raise TraceError(f"block size must be at least 1, not {shown(block_size)}")
+            raise TraceError(f"block size must be at least 1, not {show(block_size)}")
         if self.trace_block_size % block_size and any(r.hash_ids is not None for r in self.requests):
             raise TraceError(f"block size {block_size} does not divide the trace block size {self.trace_block_size}")
 
@@ -135,9 +135,9 @@ def read_trace(
     whole file counts: nothing is half-read). O(bytes).
     """
     if trace_block_size < 1:
-        raise TraceError(f"trace block size must be at least 1, not {shown(trace_block_size)}")
+        raise TraceError(f"trace block size must be at least 1, not {show(trace_block_size)}")
     if limit is not None and limit < 1:
-        raise TraceError(f"limit must be at least 1, not {shown(limit)}")
+        raise TraceError(f"limit must be at least 1, not {show(limit)}")
     name = source_name(source)
     requests: list[TraceRequest] = []
     with closing(numbered_lines(source, limits, TraceError)) as lines:
@@ -264,9 +264,9 @@ class _LineReader:
         if type(value) is not int:
             self._fail(field, f"must be a whole number of tokens, not {type_name(value)}")
         if value < minimum:
-            self._fail(field, f"must be at least {minimum}, not {shown(value)}")
+            self._fail(field, f"must be at least {minimum}, not {show(value)}")
         if value > self._max_tokens:
-            self._fail(field, f"{shown(value)} is more than {self._limit()}")
+            self._fail(field, f"{show(value)} is more than {self._limit()}")
         return value
 
     def _read_output_length(self, input_length: int) -> int:
@@ -291,7 +291,7 @@ class _LineReader:
         tokens = self._read_integers("prompt_token_ids")
         if tokens and not 0 <= min(tokens) <= max(tokens) < _TOKEN_LIMIT:
             index = next(index for index, token in enumerate(tokens) if not 0 <= token < _TOKEN_LIMIT)
-            reason = f"entry {index} must be from 0 to {_TOKEN_LIMIT - 1}, not {shown(tokens[index])}"
+            reason = f"entry {index} must be from 0 to {_TOKEN_LIMIT - 1}, not {show(tokens[index])}"
             self._fail("prompt_token_ids", reason)
         return np.array(tokens, np.int32)
 

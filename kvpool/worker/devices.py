@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 
+from kvpool.arguments import show
+from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import KVCacheGroupSpec
 from kvpool.sizing import num_blocks_for_memory
 from kvpool.worker.cache_memory import free_memory
@@ -17,6 +20,15 @@ MEMORY_SHARE = 0.9
 def default_device() -> str:
     """CUDA where there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(name: str) -> None:
+    """Raises InvalidArgumentError for what is neither the CPU nor a CUDA device that is here."""
+    found = re.fullmatch(r"cpu|cuda(:(?P<number>[0-9]{1,3}))?", name)
+    if found is None:
+        raise InvalidArgumentError(f"a device is cpu, cuda or cuda:NUMBER, not {show(name)}")
+    if name != "cpu" and int(found["number"] or 0) >= torch.cuda.device_count():
+        raise InvalidArgumentError(f"{name} is not here: there are {torch.cuda.device_count()} CUDA devices")
 
 
 def num_blocks_that_fit(groups: Sequence[KVCacheGroupSpec], device: str, num_local_ranks: int) -> int | None:

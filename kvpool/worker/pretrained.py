@@ -1,4 +1,5 @@
-"""Models of transformers in files: what they are, and their weights. Nothing here touches the network."""
+"""Models of transformers in files: what they are, and their weights. Nothing here touches the network, and nothing in
+the files is run, see ``model_files``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError
+from kvpool.worker.model_files import ModelFileError, check_counts, check_num_parameters, check_weights, reads_model
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class ModelFacts:
     eos_token_ids: list[int]
 
 
+@reads_model
 def read_model_facts(path: str | Path) -> ModelFacts:
     """The facts of a model in a folder as transformers saves it, or in a ``.gguf`` file.
 
@@ -72,12 +75,25 @@ def _to_end_tokens(stated: Any) -> list[int]:
     return token_ids
 
 
+@reads_model
 def read_config(path: str | Path) -> Any:
-    """The configuration of such a model. InvalidArgumentError: there is no such folder or file."""
+    """The configuration of such a model. InvalidArgumentError: there is no such folder or file, or it is broken."""
     folder, options = _place(path)
-    return AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    check_counts(path, config.to_dict())
+    return config
 
 
+def make_without_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The model of this configuration on the device ``meta``. ModelFileError: its files lack its weights."""
+    check_weights(path)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    check_num_parameters(path, model)
+    return model
+
+
+@reads_model
 def load_pretrained(path: str | Path, *, dtype: str = "float32", device: torch.device | str = "cpu") -> Any:
     """A causal language model with its weights.
 
@@ -87,14 +103,30 @@ def load_pretrained(path: str | Path, *, dtype: str = "float32", device: torch.d
         device: where they are.
 
     Raises:
-        InvalidArgumentError: there is no such folder or file, or no such dtype. Errors of transformers come as
-            they are.
+        InvalidArgumentError: there is no such folder or file, or no such dtype; the model is broken, or its weights are
+            not all there.
+        MemoryError: it doesn't fit.
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise InvalidArgumentError(f"{dtype!r} is no floating-point dtype of torch")
     folder, options = _place(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, local_files_only=True, **options)
+    config = read_config(path)
+    make_without_weights(Path(path), config, torch_dtype)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch_dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    model, info = loaded
+    if info["missing_keys"]:  # transformers would have made them up
+        missing = sorted(map(str, info["missing_keys"]))
+        raise ModelFileError(f"the model {path} lacks {len(missing)} of its weights: {show(missing)}")
     return model.to(device)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvpool.worker.model_files import reads_model
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decodes to
 
 
@@ -32,7 +34,10 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode(errors="replace")
+        """A vocabulary may have more tokens than there are bytes: those stand for no text."""
+        return b"".join(token.to_bytes(1, "big") if token < 256 else b"\xff" for token in token_ids).decode(
+            errors="replace"
+        )
 
 
 class TransformersTokenizer:
@@ -55,17 +60,22 @@ class TransformersTokenizer:
         return text
 
 
+@reads_model
 def load_tokenizer(model: Path) -> Tokenizer:
     """The tokenizer of a model's folder or GGUF file; bytes for a folder without one. Nothing is downloaded."""
     from transformers import AutoTokenizer
 
     if model.is_file():
         return TransformersTokenizer(
-            AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name, local_files_only=True)
+            AutoTokenizer.from_pretrained(
+                str(model.parent), gguf_file=model.name, local_files_only=True, trust_remote_code=False
+            )
         )
     if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return ByteTokenizer()
-    return TransformersTokenizer(AutoTokenizer.from_pretrained(str(model), local_files_only=True))
+    return TransformersTokenizer(
+        AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    )
 
 
 class TextStream:
