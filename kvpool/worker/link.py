@@ -38,6 +38,7 @@ Keys = CurveKeys | str | os.PathLike[str] | None
 """Keys, a folder of them, or None for the folder that ``KVPOOL_CURVE_KEYS`` names, if it does."""
 
 _CURVE_BYTES = 256  # more than CURVE and ZMTP add to a frame
+_RECEIVE_BUFFER_BYTES = 2**14  # of each connection to a scheduler: a flood then comes slowly enough to be cut in time
 _HEARTBEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 30.0  # without a heartbeat: the other machine is gone, though nothing closed the connection
 _LINGER_SECONDS = 1.0  # at most: the last word to a peer has to leave, a dead peer must not hold up a close
@@ -126,6 +127,7 @@ class Link:
             # Without the first, what can't be delivered is dropped in silence; the second lets a worker come back.
             opened.router_mandatory = True
             opened.router_handover = True
+            opened.rcvbuf = _RECEIVE_BUFFER_BYTES
             if keys is not None:
                 self._gate = ClientGate(self._context, keys)
                 self._gate.protect(opened)
@@ -223,10 +225,10 @@ class Link:
                     received.extend(map(self._socket.recv, (self._zmq.NOBLOCK,), (False,)))
                 except self._zmq.Again:
                     return None
-            frames = [frame.bytes for frame in received]
-            if frames[0] not in ignored and frames[-1] != _ABANDONED:
-                return frames
-            self.num_ignored += frames[-1] != _ABANDONED
+            if received[0].bytes in ignored:
+                self.num_ignored += 1
+            elif received[-1].bytes != _ABANDONED:
+                return [frame.bytes for frame in received]
             self.taken()
         return None
 
