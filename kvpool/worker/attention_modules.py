@@ -68,6 +68,8 @@ def find_attention_modules(model: Any) -> list[AttentionModule]:
     if missing or len(found) != num_layers:
         what = f"layer {missing[0]} has no" if missing else f"{len(found)} layers, not {num_layers}, have an"
         raise UnsupportedModelError(f"{type(model).__name__}: {what} attention module that is known here")
+    if num_layers == 0:
+        raise UnsupportedModelError(f"{type(model).__name__} has no layers")
     modules = [found[layer_idx] for layer_idx in range(num_layers)]
     _refuse_unequal(modules)
     return modules
