@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +46,8 @@ def outcome(call: Call, half: Any) -> tuple[str, Any]:
     try:
         return "returned", plain(call(half))
     except (FuzzError, Exception) as error:
+        if os.environ.get("KVPOOL_FUZZ_TRACE"):
+            traceback.print_exc()
         if isinstance(error, (Finding, MemoryError, SystemError)):
             raise
         return "raised", type(error).__name__
@@ -65,11 +69,17 @@ def are_alike(left: tuple[str, Any], right: tuple[str, Any], is_hostile: bool) -
 
 
 def call_both(
-    halves: Sequence[Any], call: Call, what: str, state: Callable[[Any], Any], is_hostile: bool
+    halves: Sequence[Any],
+    call: Call,
+    what: str,
+    state: Callable[[Any], Any],
+    is_hostile: bool,
+    is_atomic: bool = True,
 ) -> tuple[str, Any] | None:
     """The outcome of a call on both halves; None when a callback interfered and the histories part.
 
-    Finding: other outcomes, another state afterwards, a state that a refused call has changed, a broken invariant.
+    Finding: other outcomes, another state afterwards, a state that a refused call has changed (unless it is several
+    calls in one, not ``is_atomic``), a broken invariant.
     """
     before = state(halves[0])
     outcomes = [outcome(call, half) for half in halves]
@@ -81,7 +91,7 @@ def call_both(
         raise Finding(f"{what}: native {outcomes[0]!r}, twin {outcomes[1]!r}")
     after = [state(half) for half in halves]
     one_of_both(after[0], after[1], f"after {what}, which {outcomes[0]!r}")
-    if outcomes[0][0] == "raised":
+    if outcomes[0][0] == "raised" and is_atomic:
         one_of_both(before, after[0], f"{what} raised {outcomes[0][1]}, but before (as native) and after (as twin)")
     return outcomes[0]
 

@@ -22,7 +22,7 @@ class FuzzError(Exception):
     """Raised by hostile values; it has to come out of the call as it is."""
 
 
-EDGES = (-1, -(2**31), 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 2**70, -(2**200))
+EDGES = (-1, -(2**31), 10**5, 2**64, 2**70)
 
 
 def constant(value: Any) -> Maker:
