@@ -15,10 +15,9 @@ from scheduler_runs import ReadsWrongToken, Workers, full_attention, generated, 
 from fuzz.decisions import Decisions, Finding
 from fuzz.values import FuzzError, any_int, any_sequence, junk
 from kvpool import reference
-from kvpool.errors import KvpoolError
+from kvpool.errors import InvariantError, KvpoolError
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
-from kvpool.scheduler import SchedulerConfig, SchedulerOutput
-from kvpool.scheduler.output import ExecutorOutput
+from kvpool.scheduler import SchedulerConfig, SchedulerOutput, StepResult
 from kvpool.worker.engine import Engine
 
 MAX_STEPS = 40
@@ -31,6 +30,7 @@ class Executor:
     def __init__(self, specs: list[Any], d: Decisions) -> None:
         self.workers, self.d = Workers(specs), d
         self.is_hostile = True
+        self.has_lied = False
         self.stranger: Any = None
         self.backend = reference
 
@@ -44,9 +44,10 @@ class Executor:
         if how >= 230:
             raise FuzzError("after the step")
         if how < 215 or not tokens:
-            return ExecutorOutput(tokens, {})
+            return StepResult(tokens, {})
         request_id = sorted(tokens)[how % len(tokens)]
         which = self.d.below(8)
+        self.has_lied = self.has_lied or which != 6
         if which == 0:
             del tokens[request_id]
         elif which == 1:
@@ -61,10 +62,10 @@ class Executor:
             tokens[request_id] = ["token"]  # type: ignore[list-item]
         elif which == 6:
             del tokens[request_id]
-            return ExecutorOutput(tokens, {request_id: "not finite"})
+            return StepResult(tokens, {request_id: "not finite"})
         else:
             return junk(self.d)(self)
-        return ExecutorOutput(tokens, {})
+        return StepResult(tokens, {})
 
     def close(self) -> None:
         pass
@@ -117,7 +118,9 @@ class Run:
         except ReadsWrongToken:
             raise
         except (FuzzError, KeyboardInterrupt, Exception) as error:
-            if isinstance(error, (Finding, MemoryError, AssertionError)):
+            # InvalidArgumentError is an AssertionError too.
+            is_ours = isinstance(error, (Finding, MemoryError, InvariantError)) or type(error) is AssertionError
+            if is_ours or not self.executor.is_hostile:
                 raise
             # What was in the failed step may have been ended by it.
             for request_id in before - set(self.engine.scheduler.requests):
@@ -133,14 +136,9 @@ class Run:
             prompt, wanted = self.prompts.pop(output.request_id, (None, 0))
             got = self.tokens.pop(output.request_id, [])
             is_normal = str(getattr(reason, "value", reason)) in ("length", "stop")
-            if prompt is not None and is_normal and not self.was_lied_to and got != generated(prompt, wanted):
+            if prompt is not None and is_normal and not self.executor.has_lied and got != generated(prompt, wanted):
                 raise Finding(f"{output.request_id} got {got}, not {generated(prompt, wanted)}")
         self.check()
-
-    @property
-    def was_lied_to(self) -> bool:
-        """Tokens of an executor's making are tokens, as far as an engine can know."""
-        return self.executor.is_hostile
 
     def check(self) -> None:
         self.engine.scheduler.check()
@@ -160,7 +158,7 @@ def run(d: Decisions) -> None:
         else:
             history.step()
     # From here on the executor behaves; nothing that happened before may show.
-    history.executor.is_hostile = False
+    history.executor.is_hostile = history.executor.has_lied = False
     history.engine.scheduler.finish_requests(None)
     history.prompts.clear()
     history.tokens.clear()

@@ -190,15 +190,13 @@ def reset(d: Decisions) -> Call:
 
 
 def withdraw(d: Decisions) -> Call:
-    again = d.chance(10)
-
     def call(half: Half) -> Any:
         if not CAN_WITHDRAW or not half.under_way:
             return None
         output = half.under_way[-1]
         half.scheduler.withdraw(output)
         half.under_way.pop()
-        return half.scheduler.withdraw(output) if again else None
+        return output.step
 
     return call
 
