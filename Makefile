@@ -18,14 +18,18 @@ VLLM_NEXT := 0.33.0
 NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookahead tables register drift self_check
 LEG := build/legs
 
-.PHONY: help demo test ctest asan test-debug test-sanitize test-pure test-sdist test-lockstep vllm-env \
+.PHONY: help demo test ctest asan valgrind fuzz soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
         conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist lock audit clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo 'ctest asan              the C core alone; under ASan + UBSan'
+	@echo 'valgrind                the C core alone, under valgrind'
+	@echo 'fuzz MINUTES=n          all fuzzers for n minutes together (docs/testing-safety.md)'
+	@echo 'soak SOAK_MINUTES=n     up to 10^9 random block operations, checked; goes on where it stopped'
 	@echo 'test-debug              the tests on a build with the asserts of the C core'
-	@echo 'test-sanitize           the tests on a build under ASan + UBSan'
+	@echo 'test-sanitize           the tests on a build under ASan + UBSan; test-sanitize-all: the slow ones too'
+	@echo 'tsan PYTHON=python3.14t the tests of threads under ThreadSanitizer, on a free-threaded CPython'
 	@echo 'test-pure               the tests with KVPOOL_PURE_PYTHON=1'
 	@echo 'test-sdist              installs from the sdist and runs the tests there'
 	@echo 'vllm-env test-lockstep  an environment with vLLM; native, reference and vLLM in step, replay compared'
@@ -79,6 +83,25 @@ ctest: $(addprefix build/ctest/,$(C_TESTS))
 asan: $(addprefix build/asan/,$(C_TESTS))
 	@for test in $^; do $$test || exit 1; done
 
+build/valgrind/%: tests/c/%.c $(C_SOURCES) $(wildcard csrc/*.h tests/c/*.h)
+	@mkdir -p $(@D)
+	$(CC) -std=c11 -O1 -g -DKVP_DEBUG $(C_WARNINGS) -Icsrc $< $(C_SOURCES) -o $@
+
+valgrind: $(addprefix build/valgrind/,$(C_TESTS))
+	@for test in $^; do valgrind --quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=all $$test || exit 1; done
+
+# ---- fuzzers and soak: docs/testing-safety.md ----
+
+MINUTES ?= 2
+SOAK_MINUTES ?= 10
+SOAK_SEED ?= 1
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m fuzz.run all --minutes $(MINUTES)
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m fuzz.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
+
 # ---- legs: each builds from the sdist in a folder of its own, so that no build can pass for another ----
 
 sdist: $(VENV)/.installed
@@ -103,11 +126,31 @@ test-debug: sdist
 
 # The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns. Without libstdc++ the
 # sanitizer stops at the first C++ exception of any other extension.
-test-sanitize: sdist
+# $(call run_sanitized,MARKERS)
+define run_sanitized
 	$(call install_leg,sanitize,KVPOOL_SANITIZE=1 KVPOOL_DEBUG=1)
 	$(call LEG_PYTEST,sanitize) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	  PYTHONMALLOC=malloc \
-	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m 'not slow and not timing and not dataplane'
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m $(1)
+endef
+
+test-sanitize: sdist
+	$(call run_sanitized,'not slow and not timing and not dataplane')
+
+test-sanitize-all: sdist
+	$(call run_sanitized,'not timing and not dataplane')
+
+# The interpreter too must be free-threaded; with its GIL the tests would run one after the other.
+tsan: build/tsan/.installed
+	TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" PYTHON_GIL=0 \
+	  build/tsan/bin/python -m pytest -q -p no:cacheprovider tests/test_threads.py
+
+build/tsan/.installed: $(NATIVE_SOURCES)
+	$(PYTHON) -c 'import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED") and "$(PYTHON) has a GIL: PYTHON=python3.14t make tsan")'
+	$(PYTHON) -m venv build/tsan
+	build/tsan/bin/pip --quiet install 'setuptools>=77' wheel 'Cython>=3.1,<4' 'numpy>=2.0' pytest hypothesis msgspec
+	CFLAGS='-fsanitize=thread -g -O1' LDFLAGS=-fsanitize=thread build/tsan/bin/pip --quiet install --no-build-isolation --no-deps .
+	touch $@
 
 test-pure: $(VENV)/.installed
 	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests -m 'not timing and not dataplane'
@@ -182,8 +225,8 @@ bench-check: $(VENV)/.installed
 # ---- the rest ----
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff check kvpool tests bench setup.py setup_sbom.py
-	$(BIN)/ruff format --check kvpool tests bench setup.py setup_sbom.py
+	$(BIN)/ruff check kvpool tests bench fuzz setup.py setup_sbom.py
+	$(BIN)/ruff format --check kvpool tests bench fuzz setup.py setup_sbom.py
 	$(BIN)/mypy
 
 # Versions and hashes of all that is installed above, anew.

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from fuzz import c_targets
 from fuzz.decisions import Decisions
 
 TARGETS = (
@@ -38,6 +39,7 @@ TARGETS = (
     "events",
     "files",
 )
+C_TARGETS = tuple(f"c_{name}" for name in c_targets.C_TARGETS)
 
 MAX_INPUT = 4096
 HANG_SECONDS = 60
@@ -101,6 +103,8 @@ def child(name: str, seed: int, deadline: float, shared: mmap.mmap) -> int:
 
 def run_target(name: str, minutes: float, seed: int, crashes: Path) -> bool:
     """True if nothing was found."""
+    if name in C_TARGETS:
+        return c_targets.run(name.removeprefix("c_"), minutes, seed, crashes)
     load(name)  # so that its imports are paid for once, and fail here
     shared = mmap.mmap(-1, HEAD.size + MAX_INPUT)
     deadline = time.monotonic() + 60 * minutes
@@ -143,7 +147,7 @@ def run_target(name: str, minutes: float, seed: int, crashes: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz.run")
-    parser.add_argument("target", choices=[*TARGETS, "all"])
+    parser.add_argument("target", choices=[*TARGETS, *C_TARGETS, "all"])
     parser.add_argument("--minutes", type=float, default=1.0, help="for all targets together")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one each time, which is printed")
     parser.add_argument("--crashes", type=Path, default=Path("build/fuzz/crashes"))
@@ -155,7 +159,7 @@ def main() -> int:
         print(f"{arguments.target}: {arguments.replay} is clean")
         return 0
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
-    names = TARGETS if arguments.target == "all" else (arguments.target,)
+    names = (*C_TARGETS, *TARGETS) if arguments.target == "all" else (arguments.target,)
     results = [run_target(name, arguments.minutes / len(names), seed, arguments.crashes) for name in names]
     return 0 if all(results) else 1
 

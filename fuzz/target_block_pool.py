@@ -112,7 +112,9 @@ def blocks(d: Decisions, most: int = 6) -> Maker:
 
 
 def ids(d: Decisions) -> Maker:
-    numbers = [d.below(NUM_BLOCKS) if d.byte() < 240 else d.choose([-1, 99, 2**31 - 1, -(2**31)]) for _ in range(d.below(6))]
+    numbers = [
+        d.below(NUM_BLOCKS) if d.byte() < 240 else d.choose([-1, 99, 2**31 - 1, -(2**31)]) for _ in range(d.below(6))
+    ]
     return any_id_array(d, numbers)
 
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from kvpool._tables import BlockRowGroups, BlockRows
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.pairs import outcome, plain
 from fuzz.values import Maker, any_id_array, any_int, any_sequence, constant, junk
 from kvpool import _table_outputs as outputs
 from kvpool import reference
-from kvpool._tables import BlockRowGroups, BlockRows
 
 MAX_STEPS = 50
 
@@ -48,7 +48,9 @@ class Tables:
                 if group.block_ids[row].tolist() != wanted + [0] * (self.width - len(wanted)):
                     raise Finding(f"group {number}, row {row}: {group.block_ids[row].tolist()}, wanted {wanted}")
                 if group.num_blocks_per_row[row] != len(wanted):
-                    raise Finding(f"group {number}, row {row}: {group.num_blocks_per_row[row]} blocks, not {len(wanted)}")
+                    raise Finding(
+                        f"group {number}, row {row}: {group.num_blocks_per_row[row]} blocks, not {len(wanted)}"
+                    )
 
     def follow_tables(self) -> None:
         """After a call with strange arguments that went through: the lists become what the tables hold."""
@@ -95,11 +97,16 @@ def a_row(d: Decisions, tables: Tables) -> tuple[Maker, int | None]:
         row = d.below(tables.num_rows)
         return constant(row), row
     d.num_hostile += 1
-    return d.choose([constant(tables.num_rows), constant(-1), constant(2**31), constant(None), constant("0"), junk(d)]), None
+    return d.choose(
+        [constant(tables.num_rows), constant(-1), constant(2**31), constant(None), constant("0"), junk(d)]
+    ), None
 
 
 def some_ids(d: Decisions, tables: Tables) -> tuple[Maker, list[int]]:
-    ids = [d.below(tables.num_ids) if d.byte() < 250 else d.choose([-1, tables.num_ids, 2**31 - 1]) for _ in range(d.below(5))]
+    ids = [
+        d.below(tables.num_ids) if d.byte() < 250 else d.choose([-1, tables.num_ids, 2**31 - 1])
+        for _ in range(d.below(5))
+    ]
     if d.chance(60):
         return constant(ids), ids
     if d.chance(60):
@@ -179,9 +186,7 @@ def two_rows(d: Decisions, tables: Tables) -> Step:
             elif one != other:
                 rows[other], rows[one] = rows[one], []
 
-    return Step(
-        lambda t: getattr(t.all, method)(one_of(t), other_of(t)), one is not None and other is not None, follow
-    )
+    return Step(lambda t: getattr(t.all, method)(one_of(t), other_of(t)), one is not None and other is not None, follow)
 
 
 def clear_row(d: Decisions, tables: Tables) -> Step:

@@ -40,7 +40,11 @@ class Executor:
             raise KeyboardInterrupt
         if how >= 240:
             raise FuzzError("before the step")
-        tokens = self.workers.execute(msgspec.msgpack.encode(output))
+        try:
+            message = msgspec.msgpack.encode(output)
+        except OverflowError:  # a token that is no 64-bit number, which the vocabulary of real workers rules out
+            raise FuzzError("not sent") from None
+        tokens = self.workers.execute(message)
         if how >= 230:
             raise FuzzError("after the step")
         if how < 215 or not tokens:
@@ -100,7 +104,7 @@ class Run:
         request_id = f"r{self.num_added}"
         self.num_added += 1
         given: Any = prompt
-        if d.byte() >= 240:
+        if d.byte() >= 240 and self.executor.is_hostile:
             given = any_sequence(d, [any_int(d, 0, 5) for _ in range(n)], lambda half: None)(self.executor)
             d.num_hostile += 1
         try:

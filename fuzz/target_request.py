@@ -130,7 +130,13 @@ def truncate(d: Decisions) -> Call:
 
 def set_counter(d: Decisions) -> Call:
     name = d.choose(
-        ["num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders", "num_preemptions", "shared_prefix_boundary"]
+        [
+            "num_computed_tokens",
+            "num_in_flight_tokens",
+            "num_output_placeholders",
+            "num_preemptions",
+            "shared_prefix_boundary",
+        ]
     )
     value = constant(d.below(10))
 

@@ -57,7 +57,16 @@ def any_int(d: Decisions, first: int, last: int, action: Maker | None = None) ->
         return constant(value)
     d.num_hostile += 1
     kind = how % 14
-    simple: list[Any] = [True, False, None, str(value), float(value), np.int64(value), np.int32(value), IntSubclass(value)]
+    simple: list[Any] = [
+        True,
+        False,
+        None,
+        str(value),
+        float(value),
+        np.int64(value),
+        np.int32(value),
+        IntSubclass(value),
+    ]
     if kind < len(simple):
         return constant(simple[kind])
     if kind == 8:

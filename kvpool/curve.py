@@ -312,7 +312,7 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         public, secret = load_certificate(path)
     except OSError as error:
         raise InvalidArgumentError(f"can't read {path}: {error.strerror or error}") from None
-    except ValueError:
+    except (ValueError, IndexError):  # the library trips over a key without a value
         raise InvalidArgumentError(f"{path} has no public key") from None
     for key in (public, secret):
         if key is None:

@@ -369,7 +369,7 @@ def test_arguments(hasher_class: Any) -> None:
     for block_size in (True, "4", 4.0, None):
         with pytest.raises(TypeError, match="block_size"):
             hasher_class("sha256", block_size)
-    for block_size in (0, -4):
+    for block_size in (0, -4, 2**64, -(2**70)):
         with pytest.raises(InvalidArgumentError, match="block_size"):
             hasher_class("sha256", block_size)
     for name in ("md5", "", "SHA256"):

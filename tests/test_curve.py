@@ -285,6 +285,8 @@ def test_files_that_hold_no_key_are_refused_by_name(folder: Path, tmp_path: Path
         (secret, good_secret.replace(own_key, CurveKeys.load_client(folder).public.decode()), "belong together"),
         (secret, good_secret.replace(own_key, own_key[:-1]), "no CURVE key"),
         (public, "\0\xff" * 100, "no public key"),
+        (public, "metadata\ncurve\n    public-key\n", "no public key"),
+        (public, "public-key = ", "no CURVE key"),
         (public, 'public-key = "' + "ä" * 20 + '"', "no CURVE key"),
         (public, 'public-key = "' + "#" * 40 + '"', "no CURVE key"),
         (public, 'public-key = "' + "x" * 41 + '"', "no CURVE key"),
