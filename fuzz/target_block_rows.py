@@ -7,6 +7,7 @@ then changed nothing. After each call the tables are checked, and a copy that on
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,7 +285,7 @@ def compress(d: Decisions, tables: Tables) -> Step:
         starts, blocks, last = (each.tolist() for each in outputs.compress_rows(table, given, given_tokens))
         if d.num_hostile == 0:
             wanted = [each[: -(-count // size)] for each, count in zip(cells, tokens)]
-            if blocks != sum(wanted, []) or last != [(count - 1) % size + 1 for count in tokens]:
+            if blocks != list(chain.from_iterable(wanted)) or last != [(count - 1) % size + 1 for count in tokens]:
                 raise Finding(f"compressed {blocks}, {last}, not {wanted}")
             if starts != [sum(map(len, wanted[:i])) for i in range(n + 1)]:
                 raise Finding(f"starts {starts}")

@@ -83,7 +83,7 @@ class Router:
             raise Zmq.ZMQError("no route")
         if how > 230:
             raise Zmq.Again
-        identity, empty, topic, number, payload = frames
+        identity, empty, _topic, number, payload = frames
         if empty:
             raise Finding(f"an answer of frames {frames}")
         self.sent.setdefault(identity, []).append((number, payload))

@@ -65,10 +65,7 @@ def check_prompts(prompts: Any) -> None:
 
 def run(d: Decisions) -> None:
     kind = d.below(3)
-    if kind == 2:
-        data = altered_bytes(d, KEY, TEXT_PIECES)
-    else:
-        data = json_lines(d, TRACE if kind == 0 else PROMPTS)
+    data = altered_bytes(d, KEY, TEXT_PIECES) if kind == 2 else json_lines(d, TRACE if kind == 0 else PROMPTS)
     suffix = ".jsonl"
     if kind < 2 and d.chance(20):
         data, suffix = gzip.compress(data), ".jsonl.gz"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -58,10 +59,8 @@ DECODERS: dict[str, Any] = {
 
 
 def use_info(info: WorkerInfo) -> None:
-    try:
+    with suppress(KvpoolError, ValueError, TypeError):
         info.kv_cache_config()
-    except (KvpoolError, ValueError, TypeError):
-        pass
     messages.find_disagreements([INFO, info])
 
 

@@ -1,7 +1,7 @@
 """Histories of a Scheduler with made-up answers of executors, native against twin.
 
-Requests with strange arguments, answers that lack requests, name others, or hold what are no tokens, aborts of anything,
-resets, steps that are under way at a time and steps that are withdrawn.
+Requests with strange arguments, answers that lack requests, name others, or hold what are no tokens, aborts of
+anything, resets, steps that are under way at a time and steps that are withdrawn.
 """
 
 from __future__ import annotations
