@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pool_state import state_of
 
 from kvpool.errors import BlockStateError, InvalidArgumentError
 
@@ -94,3 +95,80 @@ def test_a_count_of_references_is_no_bool(make_pool: Any, backend: Any) -> None:
     for counted in (block, backend.KVCacheBlock(1)):
         with pytest.raises(TypeError):
             counted.ref_cnt = True
+
+
+class Proxy:
+    """An object whose attributes can't be read now."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("call", ["free_blocks", "touch", "cache_full_blocks"])
+def test_an_entry_that_can_not_be_read_changes_nothing(make_pool: Any, make_request: Any, call: str) -> None:
+    pool = make_pool(8)
+    blocks = pool.get_new_blocks(2)
+    before = state_of(pool)
+    given = [blocks[0], pool.blocks[5], Proxy()] if call == "touch" else [blocks[0], blocks[1], Proxy()]
+    with pytest.raises(TypeError):
+        if call == "cache_full_blocks":
+            pool.cache_full_blocks(make_request(range(12)), given, 0, 3, 4, 0)
+        else:
+            getattr(pool, call)(given)
+    assert state_of(pool) == before
+
+
+def test_blocks_of_an_iterator_are_touched(make_pool: Any) -> None:
+    pool = make_pool(4)
+    pool.touch(iter(pool.blocks[1:3]))
+    assert [block.ref_cnt for block in pool.blocks] == [0, 1, 1, 0]
+
+
+def test_the_null_block_of_a_pool_is_its_own_matter(make_pool: Any) -> None:
+    pool = make_pool(4)
+    for block in pool.blocks:
+        for value in (True, False):
+            with pytest.raises(BlockStateError):
+                block.is_null = value
+
+
+def test_arguments_are_read_though_nothing_is_looked_up(make_pool: Any, make_request: Any) -> None:
+    pool, request = make_pool(4), make_request(range(8))
+    missing = b"\x09" * 32
+    for hashes in ([missing, "text"], [missing, b"x" * 33]):
+        with pytest.raises((TypeError, InvalidArgumentError)):
+            pool.find_prefix_ids(hashes)
+    with pytest.raises(TypeError):
+        pool.find_prefix_ids([], "0")
+    with pytest.raises(OverflowError):
+        pool.get_cached_block(missing, [2**40])
+    with pytest.raises(TypeError):
+        pool.cache_full_blocks(request, [], 0, 0, "4", 0)
+    with pytest.raises(OverflowError):
+        pool.cache_full_blocks(request, [], 0, 2**70, 4, 0)
+    with pytest.raises(InvalidArgumentError):
+        pool.cache_ids([missing], np.array([1, 99], np.int32))
+    assert pool.find_prefix_ids(iter(request.block_hashes)).size == 0
+
+
+def test_a_key_that_came_back_as_a_secondary_one_is_in_the_map_once(make_pool: Any) -> None:
+    pool = make_pool(5)
+    pool.cached_block_hash_to_block.insert(KEY, pool.blocks[1])
+    pool.blocks[1].set_block_hash(KEY)
+    pool.cache_ids([KEY[:32]], np.array([1], np.int32))
+    pool.check()
+    assert len(pool.cached_block_hash_to_block) == 1
+    pool.evict_blocks([1])
+    assert len(pool.cached_block_hash_to_block) == 0
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**70, "1", 1.0, None, True, -1])
+def test_counts_of_blocks_are_31_bits(make_pool: Any, value: Any) -> None:
+    (block,) = make_pool(3).get_new_blocks(1)
+    with pytest.raises((TypeError, OverflowError, BlockStateError)):
+        block.ref_cnt = value
+    assert block.ref_cnt == 1
+    if value is not None and value is not True:
+        with pytest.raises((TypeError, OverflowError, InvalidArgumentError)):
+            block.set_block_hash(KEY, value)
+        assert block.block_hash is None

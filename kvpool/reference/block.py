@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from operator import index
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvpool.block_hash import BlockHashWithGroupId, check_key
 from kvpool.errors import BlockStateError, InvalidArgumentError
+
+_MOST = 2**31 - 1
 
 if TYPE_CHECKING:
     from kvpool.reference.free_queue import FreeKVCacheBlockQueue
@@ -65,7 +68,7 @@ class KVCacheBlock:
         _block_hash: BlockHashWithGroupId | None = None,
         _block_hash_num_tokens: int | None = None,
     ) -> None:
-        _check_count(ref_cnt)
+        ref_cnt = _to_count(ref_cnt)
         if ref_cnt < 0:
             raise InvalidArgumentError(f"ref_cnt must be at least 0, not {ref_cnt}")
         self._block_id = block_id
@@ -95,8 +98,8 @@ class KVCacheBlock:
 
     @is_null.setter
     def is_null(self, value: bool) -> None:
-        if self._pool is not None and value != self._is_null:
-            raise BlockStateError(f"a pool has one null block, the first: {self!r}")
+        if self._pool is not None:
+            raise BlockStateError(f"a pool says which block is null, the first: {self!r}")
         self._is_null = value
 
     @property
@@ -109,12 +112,12 @@ class KVCacheBlock:
 
     @ref_cnt.setter
     def ref_cnt(self, value: int) -> None:
-        if type(value) is int and value > 0 and self._ref_cnt > 0:
+        if type(value) is int and 0 < value <= _MOST and self._ref_cnt > 0:
             # One user more or less of a block in use: what engines do by hand, and often.
             self._ref_cnt = value
             return
-        _check_count(value)
-        if value < 0:
+        value = _to_count(value)
+        if not 0 <= value <= _MOST:
             raise BlockStateError(f"ref_cnt cannot become {value}: {self!r}")
         pool = self._pool
         if pool is not None and value != self._ref_cnt:
@@ -154,6 +157,7 @@ class KVCacheBlock:
         Raises:
             BlockStateError: it has one already, or is a pool's null block.
         """
+        num_tokens = _to_num_tokens(num_tokens)
         check_key(block_hash)
         if self._block_hash is not None:
             raise BlockStateError(f"the block already has a hash: {self!r}")
@@ -185,6 +189,24 @@ class KVCacheBlock:
         refuse_copy("KVCacheBlock")
 
 
-def _check_count(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def to_long(value: Any) -> int:
+    """As the native half converts: TypeError for no integer, OverflowError beyond 64 bits."""
+    number = index(value)
+    if not -(2**63) <= number < 2**63:
+        raise OverflowError("an integer is larger than 64 bits")
+    return number
+
+
+def _to_count(value: object) -> int:
+    if isinstance(value, bool):
         raise TypeError(f"ref_cnt must be an int, not {type(value).__name__}")
+    return to_long(value)
+
+
+def _to_num_tokens(value: object) -> int | None:
+    if value is None:
+        return None
+    number = to_long(value)
+    if not 0 <= number <= _MOST:
+        raise InvalidArgumentError(f"num_tokens {value} is not in 0 .. 2**31 - 1")
+    return number

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvpool.block_hash import GROUP_ID_BYTES, BlockHashList, BlockHashWithGroupId, check_key
+from kvpool.block_hash import BlockHashList, BlockHashWithGroupId
 from kvpool.errors import BlockStateError, InvalidArgumentError, KvpoolError
 from kvpool.reference.block import KVCacheBlock
 from kvpool.reference.free_queue import check_num_blocks
 from kvpool.reference.id_buffer import empty_id_array, ids_of_buffer, write_ids
+from kvpool.reference.parse import check_digest, group_suffix
 from kvpool.reference.prefix_cache import PrefixCache
+
+_DIGESTS_AT_A_TIME = 128  # that are checked before the first is looked up
 
 logger = logging.getLogger("kvpool")
 
@@ -72,15 +75,22 @@ class IdCalls(PrefixCache):
         Returns:
             An int32 array of shape (hits,). O(hits).
         """
-        suffix = group_id.to_bytes(GROUP_ID_BYTES, "big")
-        limit = len(block_hashes) if max_blocks is None else min(check_num_blocks(max_blocks), len(block_hashes))
+        suffix = group_suffix(group_id)
+        limit = None if max_blocks is None else check_num_blocks(max_blocks)
+        digests = list(block_hashes)[:limit]
         hash_map = self.cached_block_hash_to_block
         found: list[int] = []
-        for index in range(limit):
-            block = hash_map.get_one_block(block_hashes[index] + suffix)  # type: ignore[arg-type]
-            if block is None:
+        for start in range(0, len(digests), _DIGESTS_AT_A_TIME):
+            chunk = digests[start : start + _DIGESTS_AT_A_TIME]
+            for digest in chunk:
+                check_digest(digest)
+            for digest in chunk:
+                block = hash_map.get_one_block(BlockHashWithGroupId(digest + suffix))
+                if block is None:
+                    break
+                found.append(block._block_id)
+            if len(found) < start + len(chunk):
                 break
-            found.append(block._block_id)
         ids = empty_id_array(len(found))
         write_ids(ids, found)
         return ids
@@ -100,16 +110,19 @@ class IdCalls(PrefixCache):
         """
         if self.enable_kv_cache_events:
             raise KvpoolError("cache_ids cannot publish events, which name tokens: use cache_full_blocks")
-        suffix = group_id.to_bytes(GROUP_ID_BYTES, "big")
+        suffix = group_suffix(group_id)
+        digests = list(block_hashes)
+        num_ids = len(ids_of_buffer(ids))
+        if len(digests) != num_ids:
+            raise InvalidArgumentError(f"{len(digests)} block hashes for {num_ids} ids")
         blocks = self._blocks_of_ids(ids)
-        if len(block_hashes) != len(blocks):
-            raise InvalidArgumentError(f"{len(block_hashes)} block hashes for {len(blocks)} ids")
+        for digest in digests:
+            check_digest(digest)
         planned: dict[KVCacheBlock, BlockHashWithGroupId] = {}
-        for block, digest in zip(blocks, block_hashes):
+        for block, digest in zip(blocks, digests):
             if block._is_null:
                 continue
             key: Any = digest + suffix
-            check_key(key)
             if block in planned:
                 raise BlockStateError(f"the block is in the batch twice: {block!r}")
             if block._block_hash is not None and block._block_hash != key:

@@ -31,6 +31,7 @@ from kvpool.reference.block import KVCacheBlock, refuse_copy
 from kvpool.reference.check import find_violation
 from kvpool.reference.free_queue import PoolFreeQueue, check_num_blocks
 from kvpool.reference.id_calls import IdCalls
+from kvpool.reference.parse import check_types
 
 INVALID_FREE_POLICIES = ("raise", "warn")
 
@@ -151,37 +152,35 @@ class BlockPoolBase(IdCalls):
                 belongs to no pool. With ``on_invalid_free="warn"`` such entries are skipped, logged and counted.
         """
         blocks = ordered_blocks if type(ordered_blocks) is list else list(ordered_blocks)
+        check_types(blocks, "frees")
         null_block = self.null_block
         with_hash: list[KVCacheBlock] = []
         is_one_list = prepend or not (self.uncached_first and self.enable_caching)
         without_hash: list[KVCacheBlock] = with_hash if is_one_list else []
         pending = iter(blocks)
-        try:
-            for block in pending:
-                if block._pool is not self:
-                    break
-                ref_cnt = block._ref_cnt
-                if ref_cnt > 1:
-                    block._ref_cnt = ref_cnt - 1
-                elif ref_cnt == 1:
-                    block._ref_cnt = 0
-                    if block._block_hash is None:
-                        without_hash.append(block)
-                    else:
-                        with_hash.append(block)
-                elif block is not null_block:
-                    break
-            else:
-                if without_hash:
-                    if prepend or self.uncached_first:
-                        self.free_block_queue._link_at_head(without_hash)
-                    else:
-                        self.free_block_queue._link_at_tail(without_hash)
-                if with_hash and not is_one_list:
-                    self.free_block_queue._link_at_tail(with_hash)
-                return
-        except AttributeError:
-            pass  # not a block: the careful loop says so
+        for block in pending:
+            if block._pool is not self:
+                break
+            ref_cnt = block._ref_cnt
+            if ref_cnt > 1:
+                block._ref_cnt = ref_cnt - 1
+            elif ref_cnt == 1:
+                block._ref_cnt = 0
+                if block._block_hash is None:
+                    without_hash.append(block)
+                else:
+                    with_hash.append(block)
+            elif block is not null_block:
+                break
+        else:
+            if without_hash:
+                if prepend or self.uncached_first:
+                    self.free_block_queue._link_at_head(without_hash)
+                else:
+                    self.free_block_queue._link_at_tail(without_hash)
+            if with_hash and not is_one_list:
+                self.free_block_queue._link_at_tail(with_hash)
+            return
         num_done = len(blocks) - length_hint(pending) - 1
         for block in blocks[:num_done]:
             if block is not null_block:
@@ -194,8 +193,6 @@ class BlockPoolBase(IdCalls):
         references_left: dict[KVCacheBlock, int] = {}
         invalid: list[tuple[BlockPoolBase, int, KVCacheBlock]] = []
         for place, block in enumerate(blocks):
-            if not isinstance(block, KVCacheBlock):
-                raise TypeError(f"a pool frees KVCacheBlock, not {type(block).__name__}")
             pool = block._pool
             if pool is None:
                 invalid.append((self, place, block))
@@ -224,36 +221,34 @@ class BlockPoolBase(IdCalls):
         """
         if type(blocks) is not list:
             blocks = list(blocks)
+        check_types(blocks, "works on")
         null_block = self.null_block
         # Blocks on their way out keep their own links until all went well: backwards, these put them back in place.
         unlinked: list[KVCacheBlock] = []
         pending = iter(blocks)
-        try:
-            for block in pending:
-                if block._pool is not self:
+        for block in pending:
+            if block._pool is not self:
+                break
+            ref_cnt = block._ref_cnt
+            if ref_cnt == 0:
+                if block is null_block:
+                    continue
+                after = block._next
+                if after is None:
                     break
-                ref_cnt = block._ref_cnt
-                if ref_cnt == 0:
-                    if block is null_block:
-                        continue
-                    after = block._next
-                    if after is None:
-                        break
-                    before = block._prev
-                    before._next = after
-                    after._prev = before
-                    unlinked.append(block)
-                block._ref_cnt = ref_cnt + 1
-            else:
-                for block in unlinked:
-                    block._prev = block._next = None
-                self.free_block_queue._num_free -= len(unlinked)
-                if self.metrics_collector is not None:
-                    for block in blocks:
-                        self.metrics_collector.on_block_accessed(block)
-                return
-        except AttributeError:
-            pass  # not a block
+                before = block._prev
+                before._next = after  # type: ignore[union-attr]
+                after._prev = before
+                unlinked.append(block)
+            block._ref_cnt = ref_cnt + 1
+        else:
+            for block in unlinked:
+                block._prev = block._next = None
+            self.free_block_queue._num_free -= len(unlinked)
+            if self.metrics_collector is not None:
+                for block in list(blocks):  # a collector is code of the caller
+                    self.metrics_collector.on_block_accessed(block)
+            return
         num_done = len(blocks) - length_hint(pending) - 1
         for block in blocks[:num_done]:
             if block is not null_block:

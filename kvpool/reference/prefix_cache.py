@@ -11,11 +11,9 @@ P5. Secondary hashes are in the map, and the lists of them are not empty.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 from kvpool.block_hash import (
-    GROUP_ID_BYTES,
     MAX_KEY_BYTES,
     BlockHash,
     BlockHashWithGroupId,
@@ -23,8 +21,11 @@ from kvpool.block_hash import (
     select_block_hashes,
 )
 from kvpool.errors import BlockStateError, InvalidArgumentError
-from kvpool.reference.block import KVCacheBlock
+from kvpool.reference.block import KVCacheBlock, to_long
 from kvpool.reference.hash_map import PoolHashMap
+from kvpool.reference.parse import check_digest, group_suffix
+
+_MOST_TOKENS = 2**31 - 1
 
 
 class SecondaryHashes(Mapping[int, "frozenset[BlockHashWithGroupId]"]):
@@ -70,11 +71,12 @@ class PrefixCache:
         """
         cache = self.cached_block_hash_to_block._cache
         found = []
-        for group_id in kv_cache_group_ids:
-            key: Any = block_hash + group_id.to_bytes(GROUP_ID_BYTES, "big")
+        for group_id in list(kv_cache_group_ids):
+            suffix = group_suffix(group_id)
+            check_digest(block_hash)
+            key: Any = block_hash + suffix
             entry = cache.get(key)
             if entry is None:
-                check_key(key)
                 return None
             found.append(next(iter(entry.values())) if type(entry) is dict else entry)
         return found  # type: ignore[return-value]
@@ -106,8 +108,6 @@ class PrefixCache:
                 twice, or belongs to another pool or to none.
             InvalidArgumentError: too few blocks or hashes, a mask or a block size that does not fit.
         """
-        if num_cached_blocks >= num_full_blocks:
-            return
         if self.enable_kv_cache_events:
             self._cache_full_blocks_observed(  # type: ignore[attr-defined]
                 request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
@@ -128,48 +128,54 @@ class PrefixCache:
         block_mask: Sequence[bool] | None = None,
     ) -> None:
         """``cache_full_blocks`` without events."""
+        num_cached_blocks, num_full_blocks = to_long(num_cached_blocks), to_long(num_full_blocks)
+        block_size = to_long(block_size)
+        if num_cached_blocks >= num_full_blocks:
+            return
+        suffix = group_suffix(kv_cache_group_id)
+        if num_cached_blocks < 0 or block_size < 1 or num_full_blocks * block_size > _MOST_TOKENS:
+            raise InvalidArgumentError(f"blocks [{num_cached_blocks}, {num_full_blocks}) of {block_size} tokens")
+        num_new_blocks = num_full_blocks - num_cached_blocks
+        mask = [True] * num_new_blocks if block_mask is None else [bool(is_wanted) for is_wanted in block_mask]
+        if len(mask) != num_new_blocks:
+            raise InvalidArgumentError(f"a mask of {len(mask)} entries for {num_new_blocks} blocks")
+        if type(blocks) is not list:
+            blocks = list(blocks)
+        new_blocks = blocks[num_cached_blocks:num_full_blocks]
+        if len(new_blocks) != num_new_blocks:
+            raise InvalidArgumentError(f"{num_full_blocks} full blocks, but the request has {len(blocks)} blocks")
         hashes = select_block_hashes(
             request.block_hashes, self.hash_block_size, block_size, num_cached_blocks, num_full_blocks
         )
-        new_blocks = blocks[num_cached_blocks:num_full_blocks]
-        num_new_blocks = num_full_blocks - num_cached_blocks
-        if len(new_blocks) != num_new_blocks:
-            raise InvalidArgumentError(f"{num_full_blocks} full blocks, but the request has {len(blocks)} blocks")
-        if block_mask is not None and len(block_mask) != num_new_blocks:
-            raise InvalidArgumentError(f"a mask of {len(block_mask)} entries for {num_new_blocks} blocks")
-
-        suffix = kv_cache_group_id.to_bytes(GROUP_ID_BYTES, "big")
         hash_map = self.cached_block_hash_to_block
         cache = hash_map._cache
         secondary_keys = self._secondary_keys
         null_block = self.null_block
         num_tokens = num_cached_blocks * block_size
         stored: list[KVCacheBlock] = []
-        try:
-            wanted = repeat(True) if block_mask is None else block_mask
-            for block, digest, is_wanted in zip(new_blocks, hashes, wanted):
-                num_tokens += block_size
-                if block is null_block or not is_wanted:
-                    continue
-                if block._block_hash is not None or block._pool is not self:
-                    break
-                key: Any = digest + suffix
-                if len(key) > MAX_KEY_BYTES or (secondary_keys and block._block_id in secondary_keys):
-                    break
-                if cache.setdefault(key, block) is not block:
-                    hash_map._insert(key, block)
-                block._block_hash = key
-                block._block_hash_num_tokens = num_tokens
-                stored.append(block)
-            else:
-                if len(hashes) == num_new_blocks:
-                    return
-        except (AttributeError, TypeError):
-            pass  # not a block, or not bytes: the careful loop says so
+        for block, digest, is_wanted in zip(new_blocks, hashes, mask):
+            num_tokens += block_size
+            if block is null_block or not is_wanted:
+                continue
+            # What is neither is for the careful loop; its attributes and sums may be code of the caller.
+            if type(block) is not KVCacheBlock or type(digest) is not bytes:
+                break
+            if block._block_hash is not None or block._pool is not self:
+                break
+            key: Any = digest + suffix
+            if len(key) > MAX_KEY_BYTES or (secondary_keys and block._block_id in secondary_keys):
+                break
+            if cache.setdefault(key, block) is not block:
+                hash_map._insert(key, block)
+            block._block_hash = key
+            block._block_hash_num_tokens = num_tokens
+            stored.append(block)
+        else:
+            if len(hashes) == num_new_blocks:
+                return
         for block in stored:
             hash_map._pop(block._block_hash, block._block_id)  # type: ignore[arg-type]
             block._block_hash = block._block_hash_num_tokens = None
-        mask = [True] * num_new_blocks if block_mask is None else block_mask
         self._cache_carefully(new_blocks, hashes, mask, num_cached_blocks, block_size, suffix)
 
     def _cache_carefully(
@@ -191,8 +197,8 @@ class PrefixCache:
                 raise BlockStateError(f"the block is in the range twice: {block!r}")
             if index >= len(hashes):
                 raise InvalidArgumentError(f"block {num_cached_blocks + index} of the request has no hash yet")
+            check_digest(hashes[index])
             key: Any = hashes[index] + suffix
-            check_key(key)
             num_tokens = (num_cached_blocks + index + 1) * block_size
             if block._block_hash is not None:
                 num_hashed_tokens = block._block_hash_num_tokens
