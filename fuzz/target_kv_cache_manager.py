@@ -14,7 +14,7 @@ from manager_histories import Stack
 from manager_layouts import Layout, Status, new_hashes, random_layout
 from pool_state import event_fields, state_of
 
-from fuzz.decisions import Decisions
+from fuzz.decisions import Decisions, Finding
 from fuzz.pairs import Call, call_both, outcome
 from fuzz.values import Maker, any_int, any_sequence, constant, junk
 from kvpool import reference, request
@@ -277,6 +277,18 @@ CALLS: list[Callable[[Decisions], Call]] = [
 ]
 
 
+def tables(half: Half) -> dict[int, Any]:
+    return {number: half.manager.get_block_ids(made.request_id) for number, made in half.requests.items()}
+
+
+def compare_tables(before: dict[int, Any], after: dict[int, Any], what: str) -> None:
+    """After a refused allocation a request has no more than before; what no token attends to any more may be free."""
+    for number, groups in before.items():
+        for held, now in zip(groups, after[number]):
+            if len(held) != len(now) or any(now_id not in (held_id, 0) for held_id, now_id in zip(held, now)):
+                raise Finding(f"{what} raised; the table of r{number} was {held} and is {now}")
+
+
 def run(d: Decisions) -> None:
     layout = random_layout(random.Random(d.below(4096)))
     halves = [Half(name, layout) for name in REQUEST_CLASSES]
@@ -286,7 +298,12 @@ def run(d: Decisions) -> None:
         d.num_hostile = 0
         make_call = d.choose(CALLS)
         call = make_call(d)
-        if call_both(halves, call, make_call.__name__, state, d.num_hostile > 0) is None:
+        before = tables(halves[0])
+        is_atomic = make_call not in (admit, go_on, decode, allocate_anyhow)
+        answer = call_both(halves, call, make_call.__name__, state, d.num_hostile > 0, is_atomic)
+        if not is_atomic and answer is not None and answer[0] == "raised":
+            compare_tables(before, tables(halves[0]), make_call.__name__)
+        if answer is None:
             for half in halves:
                 half.disturbed = True
     for half in halves:

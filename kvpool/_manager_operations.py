@@ -221,8 +221,8 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
 
         Raises:
             InvalidArgumentError: nothing to allocate, a negative number, computed blocks with caching off or for a
-                request that has blocks, fewer block hashes than tokens, full blocks of tokens beyond ``max_model_len``
-                to publish. Nothing has changed.
+                request that has blocks, more computed tokens than it has or can have, fewer block hashes than tokens,
+                full blocks of tokens beyond ``max_model_len`` to publish. Nothing has changed.
             BlockStateError: with ``verify_hits``, a block of the hit was given away since the lookup. Nothing has
                 changed; look up again.
             TypeError: a number that is no integer. Nothing has changed.
@@ -268,6 +268,10 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         hits = self.empty_kv_cache_blocks.blocks if new_computed_blocks is None else new_computed_blocks.blocks
         adopts_computed = hits is not self.empty_kv_cache_blocks.blocks or num_external_computed_tokens > 0
         if adopts_computed:
+            if total_computed_tokens > max(self.max_model_len, request.num_tokens):
+                raise InvalidArgumentError(
+                    f"{total_computed_tokens} computed tokens are more than request {request_id!r} can have"
+                )
             refuse_computed(coordinator, request_id, hits)
             if self.verify_hits:
                 refuse_stale_hits(

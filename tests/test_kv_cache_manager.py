@@ -605,6 +605,16 @@ def test_negative_numbers(make_manager: Any, name: str) -> None:
     assert visible(manager, "r") == before
 
 
+@pytest.mark.parametrize("num_tokens", [2**31, 2**63, 2**70])
+def test_more_computed_tokens_than_a_request_can_have(make_manager: Any, num_tokens: int) -> None:
+    manager = make_manager(20, (WINDOW,))
+    request = ManagerRequest("r", tokens(9))
+    before = visible(manager, "r")
+    with pytest.raises(InvalidArgumentError, match="computed tokens"):
+        manager.allocate_slots(request, 1, num_external_computed_tokens=num_tokens, delay_cache_blocks=True)
+    assert visible(manager, "r") == before
+
+
 def test_other_negative_numbers(make_manager: Any) -> None:
     manager = make_manager(9)
     with pytest.raises(InvalidArgumentError, match="-1"):
