@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from scheduler_runs import ReadsWrongToken, Workers, full_attention, generated, sliding_window
+from scheduler_runs import VOCABULARY, ReadsWrongToken, Workers, full_attention, generated, sliding_window
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.values import FuzzError, any_int, any_sequence, junk
@@ -19,9 +19,10 @@ from kvpool.errors import InvariantError, KvpoolError
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.scheduler import SchedulerConfig, SchedulerOutput, StepResult
 from kvpool.worker.engine import Engine
+from kvpool.worker.executor import ExecutorLimits
 
 MAX_STEPS = 40
-MAX_MODEL_LEN = 48
+MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_BLOCKS = 48, 8, 40, 36
 
 
 class Executor:
@@ -29,6 +30,7 @@ class Executor:
 
     def __init__(self, specs: list[Any], d: Decisions) -> None:
         self.workers, self.d = Workers(specs), d
+        self.limits = ExecutorLimits(VOCABULARY, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS, MAX_BLOCKS)
         self.is_hostile = True
         self.has_lied = False
         self.stranger: Any = None

@@ -13,7 +13,7 @@ import pytest
 from conftest import IS_PURE_PYTHON
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))
 
 if not (ROOT / "fuzz").is_dir():
     pytest.skip("no fuzzers beside these tests", allow_module_level=True)

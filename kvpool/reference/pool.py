@@ -237,7 +237,7 @@ class BlockPoolBase(IdCalls):
                 if after is None:
                     break
                 before = block._prev
-                before._next = after  # type: ignore[union-attr]
+                before._next = after
                 after._prev = before
                 unlinked.append(block)
             block._ref_cnt = ref_cnt + 1
