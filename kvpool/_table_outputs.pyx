@@ -306,7 +306,7 @@ cdef class StepOutputs:
         cdef int64_t begin = self.query_start.items[self.num_requests]
         if (self.num_requests == self.max_num_requests or n < 1 or n > self.max_num_tokens - begin
                 or not 0 <= computed <= INT32_MAX - n):
-            raise InvalidArgumentError(f"request {request_id!r}: {n} tokens behind {computed} in a step of {begin}, where "
+            raise InvalidArgumentError(f"request {request_id!r}: {n} tokens behind {computed} in a step of {begin + found_tokens}, where "
                                        f"{self.max_num_requests} rows and {self.max_num_tokens} tokens fit")
         self.row.items[self.num_requests] = its_row
         self.seq_len.items[self.num_requests] = <int32_t>(computed + n)
