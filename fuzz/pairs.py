@@ -59,6 +59,9 @@ def one_of_both(left: Any, right: Any, what: str) -> None:
         if isinstance(left, Mapping) and isinstance(right, Mapping):
             for key in [*left, *(key for key in right if key not in left)]:
                 one_of_both(left.get(key), right.get(key), f"{what}, {key}")
+        if isinstance(left, tuple) and isinstance(right, tuple) and len(left) == len(right):
+            for index, (item, other) in enumerate(zip(left, right)):
+                one_of_both(item, other, f"{what}, {index}")
         raise Finding(f"{what}: native {left!r}, twin {right!r}")
 
 

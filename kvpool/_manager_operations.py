@@ -364,11 +364,13 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         ``allocate_slots(..., delay_cache_blocks=True)``. Nothing happens with caching off.
 
         Raises:
-            InvalidArgumentError: a negative number, fewer block hashes than tokens.
+            InvalidArgumentError: a negative number, fewer block hashes than tokens, a group without blocks for them.
+                Nothing has changed.
         """
         num_computed_tokens = to_count("num_computed_tokens", num_computed_tokens)
         if self.enable_caching:
             refuse_missing_hashes(request, num_computed_tokens, self.hash_block_size)
+            refuse_tokens_without_slots(self.coordinator, request, num_computed_tokens, 0)
             self.coordinator.cache_blocks(request, num_computed_tokens)
 
     # Giving back

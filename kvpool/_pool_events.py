@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from kvpool.block_hash import (
@@ -143,6 +144,10 @@ class PoolEvents(_Base):
         block_mask: Sequence[bool] | None = None,
     ) -> None:
         """``cache_full_blocks`` with events: BlockRemoved of promoted blocks in block order, then BlockStored."""
+        # Plain ints, which is what events are to hold.
+        num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id = (
+            int(index(number)) for number in (num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
+        )
         if num_cached_blocks >= num_full_blocks:
             return
         hashes = select_block_hashes(

@@ -168,6 +168,7 @@ class PoolOperations(PoolEvents):
                 f"of {hash_size} tokens"
             )
         self._refuse_foreign(block)
+        kv_cache_group_id = int(index(kv_cache_group_id))
         key = make_block_hash_with_group_id(request.block_hashes[num_hashes - 1], kv_cache_group_id)
         carried_tokens = block.block_hash_num_tokens
         is_beyond = carried_tokens is None or num_tokens > carried_tokens

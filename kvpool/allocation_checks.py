@@ -60,7 +60,7 @@ def refuse_tokens_without_slots(
         if num_full_blocks > max(num_held_blocks, ceil_div(num_slots, manager.block_size)):
             raise InvalidArgumentError(
                 f"{num_tokens} tokens of request {request.request_id!r} are to be published, but it has slots for "
-                f"{num_slots}: slots end at max_model_len"
+                f"{max(num_slots, num_held_blocks * manager.block_size)}: slots end at max_model_len"
             )
 
 

@@ -361,3 +361,14 @@ def test_hashes_in_events_can_be_bytes(
         h[0],
         h[:1],
     )
+
+
+def test_numbers_in_events_are_plain_ints(make_event_pool: Any, make_request: Any) -> None:
+    pool = make_event_pool(6)
+    request = make_request(range(12))
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(request, blocks, np.int64(0), np.int32(1), np.int64(4), np.uint8(3))
+    pool.cache_partial_block(request, blocks[1], 8, np.int64(3), 8)
+    for event in pool.take_events():
+        assert type(event.group_idx) is int and event.group_idx == 3
+        assert type(event.block_size) is int

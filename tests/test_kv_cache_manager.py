@@ -615,6 +615,18 @@ def test_more_computed_tokens_than_a_request_can_have(make_manager: Any, num_tok
     assert visible(manager, "r") == before
 
 
+def test_tokens_without_blocks_are_not_published(make_manager: Any) -> None:
+    manager = make_manager(20, (FULL, WINDOW))
+    request = ManagerRequest("r", tokens(16))
+    assert manager.allocate_slots(request, 8, delay_cache_blocks=True) is not None
+    before = visible(manager, "r")
+    with pytest.raises(InvalidArgumentError, match="16 tokens"):
+        manager.cache_blocks(request, 16)
+    assert visible(manager, "r") == before
+    manager.cache_blocks(request, 8)
+    assert visible(manager, "r") != before
+
+
 def test_other_negative_numbers(make_manager: Any) -> None:
     manager = make_manager(9)
     with pytest.raises(InvalidArgumentError, match="-1"):
