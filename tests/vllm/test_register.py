@@ -25,6 +25,8 @@ from kvpool.integrations.vllm import pool as level
 
 pytestmark = pytest.mark.vllm
 
+# Other tests of this process may have made vLLM quiet.
+FRESH = {"VLLM_LOGGING_LEVEL": "INFO"}
 REPOSITORY = Path(__file__).resolve().parents[2]
 CORE = "vllm.v1.core"
 # Where vLLM 0.32 holds the classes: shown by running its tests with empty subclasses.
@@ -234,7 +236,7 @@ print(type(BlockPool(4, True, 4)).__module__)
 def test_whoever_asks_for_the_twin_gets_a_stock_vllm_and_is_told_once(
     tmp_path: Path, value: str, told: str, installed: str
 ) -> None:
-    environment = os.environ | {"PYTHONPATH": installed, "KVPOOL_PURE_PYTHON": value, levels.VARIABLE: "1"}
+    environment = os.environ | FRESH | {"PYTHONPATH": installed, "KVPOOL_PURE_PYTHON": value, levels.VARIABLE: "1"}
     command = [sys.executable, "-c", PLUGINS_LOADED]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)
     assert "vllm.v1.core.block_pool" in done.stdout.splitlines()
@@ -267,7 +269,7 @@ configure_logging(LoggingConfig())
 from vllm.v1.core.block_pool import BlockPool
 print(type(BlockPool(4, True, 4)).__module__)
 """
-    environment = os.environ | {"PYTHONPATH": installed, levels.VARIABLE: "pool"}
+    environment = os.environ | FRESH | {"PYTHONPATH": installed, levels.VARIABLE: "pool"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
     )
