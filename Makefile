@@ -105,7 +105,7 @@ soak: $(VENV)/.installed
 # ---- legs: each builds from the sdist in a folder of its own, so that no build can pass for another ----
 
 sdist: $(VENV)/.installed
-	rm -rf build/sdist
+	rm -rf build/sdist && mkdir -p build
 	$(BIN)/python -m build --sdist --no-isolation --outdir build/sdist . >build/sdist.log 2>&1 || (cat build/sdist.log; false)
 
 # $(call install_leg,NAME,ENVIRONMENT)
