@@ -68,7 +68,6 @@ RUNS: dict[str, list[list[str]]] = {
         ["--limit", "5", "--blocks", "1000", "--compare", FASTEST],
         ["{folder}/trace.jsonl", "--compare", FASTEST, "--json", "out.json"],
     ],
-    "replay-ops": [["{folder}/operations"]],
     "generate": [["--model", "{folder}/model", "--max-new-tokens", "1", "Hi"]],
     "doctor": [[]],
     "keygen": [["keys"]],
@@ -126,8 +125,6 @@ def test_every_command_has_a_run() -> None:
     [pytest.param(name, marks=[pytest.mark.dataplane] if name in LOADS_MODELS else []) for name in sorted(COMMANDS)],
 )
 def test_the_runs_work(name: str, folder: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> None:
-    if name == "replay-ops":
-        pytest.skip("it needs a recording, of which its own tests have some")
     run_all(name, folder, request, tmp_path, monkeypatch, lambda result: (result.exit_code, result.stderr) == (0, ""))
 
 
