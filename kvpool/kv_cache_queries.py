@@ -219,6 +219,14 @@ class KVCacheQueries:
             blocks = manager.req_to_blocks.get(request_id) or []
             manager.new_block_ids.extend(block.block_id for block in blocks[start_token // manager.block_size :])
 
+    def find_copy_target_ids(self) -> list[int]:
+        """Ids of the blocks that ``take_kv_cache_block_copies`` will have copies made in."""
+        return [
+            target.block_id
+            for manager in self.coordinator.single_type_managers
+            for _, target in manager.pending_cow_copies
+        ]
+
     def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
         """Copies that a worker has to make before the next step (a hit that ends inside a block is continued in a
         copy of it), and the blocks of both ends, each held by a reference that the caller gives back afterwards."""

@@ -73,7 +73,8 @@ class KVCacheWithdrawal(KVCacheQueries):
         """Forget the copies and the blocks to zero that a step would have told workers of; the copies' references are
         what ``release_orphans`` gives back, their targets can't be hit."""
         for manager in self.coordinator.single_type_managers:
-            self.block_pool.evict_blocks([target.block_id for _, target in manager.take_pending_cow_copies()])
+            self.block_pool.evict_blocks([target.block_id for _, target in manager.pending_cow_copies])
+            manager.take_pending_cow_copies()
             manager.take_new_block_ids()
 
     def release_orphans(self) -> int:

@@ -198,7 +198,11 @@ class Part:
 
 
 class StepFailed(Exception):
-    """The step ended in the middle: some slots are written, some are not."""
+    """A step that was to fail. Attributes: ``when`` it did, as ``MessageWorker.fail`` says."""
+
+    def __init__(self, when: str, where: str = "") -> None:
+        super().__init__(f"{when} {where}")
+        self.when = when
 
 
 class ContentsWorker:
@@ -264,7 +268,7 @@ class ContentsWorker:
         if self.writes_left is not None:
             if self.writes_left == 0:
                 self.writes_left = None
-                raise StepFailed(f"in the middle of a step: {sequence.request_id}, token {position}")
+                raise StepFailed("middle", f"{sequence.request_id}, token {position}")
             self.writes_left -= 1
         table = sequence.tables[group]
         if not 0 <= index < len(table):
@@ -407,7 +411,8 @@ class MessageWorker(ContentsWorker):
     Args:
         specs: of the groups.
         start_of: by request id, the digest of no token yet; requests that are not in it have no extra keys.
-        pictures_of: by request id, what stands in the place of tokens of the prompt, by position.
+        text_of: by request id, what the request computes in the end: prompt, with what stands in the place of its
+            tokens, and what is generated. A hit may cover generated tokens that no message to this worker has named.
 
     Attributes:
         sequences: by request id, what is known of requests.
@@ -419,7 +424,7 @@ class MessageWorker(ContentsWorker):
     def __init__(self, specs: Sequence[KVCacheSpec], **options: Any) -> None:
         super().__init__(specs, **options)
         self.start_of: dict[str, int] = {}
-        self.pictures_of: dict[str, dict[int, Any]] = {}
+        self.text_of: dict[str, list[Any]] = {}
         self.sequences: dict[str, KnownSequence] = {}
         self.num_computed: dict[str, int] = {}
         self.num_prompt_tokens: dict[str, int] = {}
@@ -433,7 +438,7 @@ class MessageWorker(ContentsWorker):
         if fail is not None:
             self.num_failed += 1
         if fail is not None and fail[0] == "before":
-            raise StepFailed("before the step")
+            raise StepFailed("before")
         self.writes_left = fail[1] if fail is not None and fail[0] == "middle" else None
         self._apply(output)
         parts = []
@@ -447,7 +452,7 @@ class MessageWorker(ContentsWorker):
         for part in parts:
             self.num_computed[part.sequence.request_id] = part.end
         if fail is not None:
-            raise StepFailed("after the step")
+            raise StepFailed("after")
         self.num_steps += bool(parts)
         tokens, errors = {}, {}
         for request_id in output.sampled_request_ids:
@@ -471,8 +476,8 @@ class MessageWorker(ContentsWorker):
             request_id = new.request_id
             if request_id in self.sequences:
                 raise WrongToken(f"{request_id} is new, but there is one")
-            pictures = self.pictures_of.get(request_id, {})
-            items = [pictures.get(i, token) for i, token in enumerate(new.prompt_token_ids)]
+            items = list(new.prompt_token_ids)
+            items = self.text_of.get(request_id, items)[: len(items)]
             start = self.start_of.get(request_id, 0)
             self.sequences[request_id] = KnownSequence(request_id, start, items, new.block_ids)
             self.num_computed[request_id] = new.num_computed_tokens
@@ -500,6 +505,9 @@ class MessageWorker(ContentsWorker):
             if self.num_computed[request_id] != num_computed:
                 raise WrongToken(f"{request_id}: {self.num_computed[request_id]} computed here, told {num_computed}")
             num_prompt_tokens = self.num_prompt_tokens[request_id]
+            num_known = len(sequence.digests) - 1
+            if num_known < num_computed:
+                sequence.extend(self.text_of.get(request_id, [])[num_known:num_computed])
             if token_ids:
                 sequence.write_at(max(num_computed, num_prompt_tokens), token_ids)
             if num_output < 0 or num_computed > num_prompt_tokens + num_output:

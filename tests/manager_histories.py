@@ -28,7 +28,7 @@ NUM_STEPS = 35
 class Stack:
     """One of the managers of a history. Made from a layout; vLLM's is another class with the same methods."""
 
-    def __init__(self, name: str, layout: Layout) -> None:
+    def __init__(self, name: str, layout: Layout, *, events: bool = True) -> None:
         self.name = name
         self.manager: Any = KVCacheManager(
             make_config(layout),
@@ -38,7 +38,7 @@ class Stack:
             layout.enable_caching,
             layout.use_eagle,
             log_stats=True,
-            enable_kv_cache_events=True,
+            enable_kv_cache_events=events,
             watermark=layout.watermark,
             max_in_flight_tokens=layout.max_in_flight_tokens,
             num_prefill_lookahead=layout.num_prefill_lookahead,

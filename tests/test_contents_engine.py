@@ -1,4 +1,8 @@
-"""Never a wrong token, through the engine: its executor is the worker on a simulated KV memory."""
+"""Never a wrong token, through the engine: its executor is the worker on a simulated KV memory.
+
+The executor fails before, in the middle of or after what it writes, and has no token for a request now and then; Ctrl-C
+comes anywhere in a step. The engine goes on, and everybody gets their text.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from kv_contents import MessageWorker, generated
+from interrupts import Interrupted, Interrupter
+from kv_contents import MessageWorker, StepFailed, generated
 from test_contents_scheduler import MANAGER_OPTIONS, MAX_MODEL_LEN, NUM_BLOCKS, SPECS
 
+import kvpool
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.scheduler import RequestTooLargeError, SchedulerConfig
 from kvpool.worker.engine import Engine
@@ -22,7 +28,7 @@ NUM_SEEDS = max(4, int(os.environ.get("KVPOOL_CONTENTS_SEEDS", "20")) // 4)  # p
 class EngineHistory:
     """One history of an engine; requests come and go between its steps."""
 
-    def __init__(self, seed: int, cache: str) -> None:
+    def __init__(self, seed: int, cache: str, *, fails: bool) -> None:
         self.rng = rng = random.Random(seed)
         specs = SPECS[cache]()
         num_blocks = rng.randint(*NUM_BLOCKS.get(cache, (11, 22))) + 7 * (len(specs) - 1)
@@ -44,13 +50,14 @@ class EngineHistory:
         self.expected: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.num_added = 0
+        self.fails = fails
         self.seen: Counter[str] = Counter()
 
     def run(self, num_requests: int = 24) -> Counter[str]:
         rng, scheduler = self.rng, self.engine.scheduler
         while self.num_added < num_requests or scheduler.has_unfinished_requests():
             choice = rng.random()
-            if choice < 0.02 and scheduler.requests:
+            if choice < 0.01 and scheduler.requests:
                 self.seen["aborts"] += len(scheduler.finish_requests(rng.choice(sorted(scheduler.requests))))
             elif choice < 0.03:
                 scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -71,7 +78,8 @@ class EngineHistory:
 
     def prompt(self) -> list[int]:
         rng = self.rng
-        return rng.choice(self.families)[: rng.randint(1, 24)] + [rng.randrange(50) for _ in range(rng.randint(0, 4))]
+        own = [rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 2, 3, 4]))]
+        return rng.choice(self.families)[: rng.choice([4, 8, 16, 24, rng.randint(1, 24)])] + own
 
     def add(self) -> None:
         prompt, max_tokens = self.prompt(), self.rng.randint(1, 14)
@@ -81,18 +89,40 @@ class EngineHistory:
         except RequestTooLargeError:
             return
         self.expected[request_id] = generated(prompt, max_tokens)
+        self.worker.text_of[request_id] = prompt + self.expected[request_id]
         self.outputs[request_id] = []
 
     def step(self) -> None:
         self.seen["steps"] += 1
-        self.take(self.engine.step())
+        rng, worker, scheduler = self.rng, self.worker, self.engine.scheduler
+        if self.fails and rng.random() < 0.1:
+            worker.fail = rng.choice(["before", "middle", "after"]), rng.randrange(20)
+        elif self.fails and scheduler.running and rng.random() < 0.03:
+            worker.errors[rng.choice(scheduler.running).request_id] = "no number"
+        try:
+            if self.fails and kvpool.BACKEND == "native" and rng.random() < 0.1:
+                outputs = Interrupter(int(rng.expovariate(1 / 300)))(self.engine.step)
+            else:
+                outputs = self.engine.step()
+        except StepFailed as failure:
+            self.seen[f"failed {failure.when}"] += 1
+        except Interrupted:
+            self.seen["interrupted"] += 1
+        else:
+            self.take(outputs)
+        assert not scheduler.steps_under_way
+        worker.fail, worker.writes_left = None, None
+        if self.fails and rng.random() < 0.3 and scheduler.requests and self.seen["steps"] % 7 == 0:
+            self.seen["aborts"] += len(scheduler.finish_requests(rng.choice(sorted(scheduler.requests))))
 
     def take(self, outputs: list[Any]) -> None:
         for output in outputs:
             text = self.outputs[output.request_id]
             text += output.new_token_ids
             assert text == self.expected[output.request_id][: len(text)], output
-            if output.finish_reason is not None:
+            if output.finish_reason == "error":
+                self.seen["ended by an error"] += 1
+            elif output.finish_reason is not None:
                 assert text == self.expected[output.request_id]
                 self.seen["finished"] += 1
 
@@ -103,13 +133,26 @@ class EngineHistory:
         assert texts == [generated(prompt, 6) for prompt in prompts]
 
 
-@pytest.mark.parametrize("cache", SPECS)
-def test_every_token_is_read_as_it_was_written(cache: str) -> None:
+def run(cache: str, *, fails: bool) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         try:
-            seen += EngineHistory(seed, cache).run()
+            seen += EngineHistory(seed, cache, fails=fails).run()
         except Exception as error:
-            raise AssertionError(f"history of {cache!r}, seed {seed}") from error
+            raise AssertionError(f"history of {cache!r}, seed {seed}, {fails=}") from error
+    return seen
+
+
+@pytest.mark.parametrize("cache", SPECS)
+def test_every_token_is_read_as_it_was_written(cache: str) -> None:
+    seen = run(cache, fails=False)
     for what in ("hit tokens", "preemptions", "aborts", "finished"):
+        assert seen[what], (what, seen)
+
+
+@pytest.mark.parametrize("cache", SPECS)
+def test_steps_that_fail_leave_no_wrong_token(cache: str) -> None:
+    seen = run(cache, fails=True)
+    expected = ["hit tokens", "finished", "failed before", "failed middle", "failed after"]
+    for what in expected + ["interrupted"] * (kvpool.BACKEND == "native"):
         assert seen[what], (what, seen)

@@ -18,10 +18,11 @@ import pytest
 from conftest import BACKEND_NAMES
 from kv_contents import WRONG_TOKEN, ContentsWorker, KnownSequence, Part, start_digest
 from manager_histories import History, Stack
-from manager_layouts import MAKERS, ManagerRequest
+from manager_layouts import MAKERS, Layout, ManagerRequest
 from scheduler_runs import STACKS
 from token_requests import Picture
 
+from kvpool.errors import BlockStateError
 from kvpool.managers import FullAttentionManager
 from kvpool.request_status import RequestStatus
 
@@ -61,6 +62,11 @@ class CuttingStack(Stack):
         has_only_full = all(
             isinstance(manager, FullAttentionManager) for manager in self.manager.coordinator.single_type_managers
         )
+        if self.manager.num_kv_cache_groups == 1 and has_only_full and self.rng.random() < 0.5:
+            # What is compiled must find the same.
+            found, num_found = self.manager.get_computed_blocks(request)
+            assert (found.get_block_ids(), num_found) == (blocks.get_block_ids(), num_tokens)
+            blocks = found
         if num_tokens > size and has_only_full and self.rng.random() < 0.2:
             num_tokens = self.rng.randrange(size, num_tokens, size)
             blocks = self.manager.truncate_computed_blocks(blocks, num_tokens)
@@ -74,10 +80,16 @@ class ContentsHistory(History):
     num_steps = 60
 
     def __init__(self, seed: int, backend_name: str, kinds: tuple[str, ...] | None = None) -> None:
-        super().__init__(seed, lambda layout: [CuttingStack(backend_name, layout)], RequestStatus, kinds)
+        # With events on, a pool goes other ways.
+        super().__init__(
+            seed, lambda layout: [CuttingStack(backend_name, layout, events=seed % 4 == 0)], RequestStatus, kinds
+        )
         self.stacks[0].rng = self.rng
         if self.layout.has("mamba") and self.layout.num_speculative_blocks == 0:
             self.options.max_drafts = 0  # there is no place for their states
+        if seed % 3 == 1 and not self.layout.has("mamba"):
+            self.options.max_drafts = self.options.num_lookahead_tokens = 2
+            self.options.external = not self.layout.has("cross")
         self.request_class = REQUEST_CLASSES[backend_name]
         self.manager = manager = self.stacks[0].manager
         coordinator = manager.coordinator
@@ -103,7 +115,9 @@ class ContentsHistory(History):
         if rng.random() < 0.1:
             start = rng.randrange(len(tokens))
             pictures = [Picture(rng.choice(["cat", "dog"]), start, rng.randint(1, len(tokens) - start))]
-        return self.request_class(
+        # Its caller may take tokens back, and have others follow.
+        num_taken_back = rng.randint(1, 4) if rng.random() < 0.2 and not pictures and len(tokens) > 5 else 0
+        request = self.request_class(
             request_id,
             tokens,
             self.hasher,
@@ -112,6 +126,12 @@ class ContentsHistory(History):
             mm_features=pictures,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
         )
+        if num_taken_back:
+            request.truncate(len(tokens) - num_taken_back)
+            request.append([rng.randrange(3) for _ in range(rng.randint(1, 6))])
+            request.num_prompt_tokens = request.num_tokens
+            self.seen["truncated"] += 1
+        return request
 
     def items_of(self, request: Any) -> list[Any]:
         items: list[Any] = list(request.all_token_ids)
@@ -230,3 +250,28 @@ def test_every_token_is_read_as_it_was_written(kind: str, backend_name: str) -> 
         seen += run(seed, backend_name, kind)
     for what, kinds in EXPECTED.items():
         assert seen[what] or kind not in kinds, (what, seen)
+
+
+@pytest.mark.parametrize("backend_name", BACKEND_NAMES)
+def test_a_hit_that_was_given_away_is_refused(backend_name: str) -> None:
+    """By the calls for kvpool's own requests; for those of others, see ``test_kv_cache_manager``."""
+    layout = Layout([("full", 4, 0, False)], num_blocks=8)
+    manager = Stack(backend_name, layout).manager
+    hasher = STACKS[backend_name].BlockHasher("sha256", 4)
+
+    def make_request(request_id: str, tokens: list[int]) -> Any:
+        return REQUEST_CLASSES[backend_name](request_id, tokens, hasher)
+
+    first = make_request("first", list(range(12)))
+    manager.allocate_slots(first, 12)
+    manager.free(first)
+    second = make_request("second", list(range(13)))
+    blocks, num_tokens = manager.get_computed_blocks(second)
+    assert num_tokens == 12
+    thief = make_request("thief", list(range(100, 128)))
+    assert manager.allocate_slots(thief, 28) is not None
+    manager.free(thief)
+    with pytest.raises(BlockStateError):
+        manager.allocate_slots(second, 1, num_tokens, blocks)
+    manager.block_pool.check()
+    assert manager.block_pool.get_num_free_blocks() == 7

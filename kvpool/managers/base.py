@@ -432,6 +432,11 @@ class SingleTypeKVCacheManager(ABC):
         ids, self.new_block_ids = self.new_block_ids, []
         return ids
 
+    @property
+    def pending_cow_copies(self) -> Sequence[tuple[KVCacheBlock, KVCacheBlock]]:
+        """What ``take_pending_cow_copies`` will return."""
+        return self._pending_cow_copies
+
     def take_pending_cow_copies(self) -> list[tuple[KVCacheBlock, KVCacheBlock]]:
         """Pairs (source, copy) since the last call; each has a reference that the caller frees after the copy."""
         copies, self._pending_cow_copies = self._pending_cow_copies, []

@@ -215,8 +215,9 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
     ) -> None:
         """Move the hash of a running state to a block that will hold a copy of it."""
         assert table[block_idx] is source_block, "the state that was cached has left the table"
-        self.block_pool.move_block_hashes(source_block, cow_block)
+        # The copy is asked for before it can be hit: whoever is interrupted here takes back what was asked for.
         self._pending_cow_copies.append((source_block, cow_block))
+        self.block_pool.move_block_hashes(source_block, cow_block)
         source_block.ref_cnt += 1
         if cow_block.block_hash is not None:
             self.cached_blocks_this_step.add(cow_block.block_hash)

@@ -285,8 +285,9 @@ class Scheduler(StepWithdrawal):
             else list(cached.num_computed_tokens)
         )
         sampled_request_ids = self._start_computing(step)
+        # Noted before they are taken: an interrupt in between would leave them with hashes that nobody knows of.
+        under_way.copied_block_ids = self.kv_cache_manager.find_copy_target_ids()
         copies = self._take_block_copies()
-        under_way.copied_block_ids = [target for _, target in copies]
         output = SchedulerOutput(
             step=self._step_number,
             scheduled_new_requests=new,
