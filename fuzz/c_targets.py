@@ -19,6 +19,9 @@ FLAGS = [
 ]
 MAX_LEN = 768
 
+# A sanitizer that is loaded into this interpreter is not the one of the programs.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "ASAN_OPTIONS")}
+
 
 @functools.cache
 def has_libfuzzer() -> bool:
@@ -27,7 +30,10 @@ def has_libfuzzer() -> bool:
         return False
     program = "int LLVMFuzzerTestOneInput(const char *data, unsigned long size) { return data == 0 && size == 1; }"
     command = ["clang", "-fsanitize=fuzzer,address,undefined", "-x", "c", "-", "-o", os.devnull]
-    return subprocess.run(command, input=program.encode(), capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(command, input=program.encode(), capture_output=True, check=False, env=ENVIRONMENT).returncode
+        == 0
+    )
 
 
 def build(name: str) -> Path:
@@ -43,7 +49,7 @@ def build(name: str) -> Path:
         own.append("standalone.c")
     sources = [f"fuzz/c/{source}" for source in own]
     core = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.c"))
-    subprocess.run([*compiler, *FLAGS, *sources, *core, "-o", str(program)], cwd=ROOT, check=True)
+    subprocess.run([*compiler, *FLAGS, *sources, *core, "-o", str(program)], cwd=ROOT, check=True, env=ENVIRONMENT)
     return program
 
 
@@ -61,7 +67,9 @@ def run(name: str, minutes: float, seed: int, crashes: Path) -> bool:
     else:
         files = sorted(str(path) for path in seeds.glob("*"))
         command = [str(program), f"-seconds={60 * minutes:.1f}", f"-seed={seed}", f"-max_len={MAX_LEN}", *files]
-    result = subprocess.run(command, cwd=crashes, capture_output=True, text=True, errors="replace", check=False)
+    result = subprocess.run(
+        command, cwd=crashes, capture_output=True, text=True, errors="replace", check=False, env=ENVIRONMENT
+    )
     output = result.stdout + result.stderr
     found = re.search(r"number_of_executed_units: (\d+)|(\d+) executions", output)
     executions = next(filter(None, found.groups())) if found else "?"

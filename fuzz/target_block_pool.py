@@ -286,7 +286,7 @@ def block_attribute(d: Decisions) -> Call:
         elif which == 4:
             target.is_null = bool(count(half))
         else:
-            return repr(target)
+            return repr(target) if hasattr(type(target), "block_id") else None
         return None
 
     return call

@@ -117,9 +117,16 @@ def test_the_standalone_driver_keeps_what_it_finds(tmp_path: Path) -> None:
     program = tmp_path / "target"
     folder = ROOT / "fuzz" / "c"
     command = ["cc", "-std=gnu11", "-O1", f"-I{folder}", str(target), str(folder / "standalone.c"), "-o", str(program)]
-    subprocess.run(command, check=True)
-    done = subprocess.run([program, "-seconds=20", "-seed=3"], cwd=tmp_path, capture_output=True, check=False)
+    subprocess.run(command, check=True, env=c_targets.ENVIRONMENT)
+    done = subprocess.run(
+        [program, "-seconds=20", "-seed=3"], cwd=tmp_path, capture_output=True, check=False, env=c_targets.ENVIRONMENT
+    )
     assert done.returncode != 0 and b"seven" in done.stderr
     (crash,) = tmp_path.glob("crash-3-*")
     assert crash.read_bytes()[0] == 7
-    assert subprocess.run([program, crash], cwd=tmp_path, capture_output=True, check=False).returncode != 0
+    assert (
+        subprocess.run(
+            [program, crash], cwd=tmp_path, capture_output=True, check=False, env=c_targets.ENVIRONMENT
+        ).returncode
+        != 0
+    )

@@ -44,7 +44,7 @@ def test_a_stand_alone_map_keeps_the_last_object_of_an_id(backend: Any) -> None:
     assert hash_map.pop(KEY, 3) is second and len(hash_map) == 0
 
 
-@pytest.mark.parametrize("block_id", [None, 2**40, -(2**40), "3"])
+@pytest.mark.parametrize("block_id", [None, 2**40, -(2**40), "3", 3.0, np.array([3, 3])])
 def test_an_id_that_no_block_can_have_is_found_nowhere(make_pool: Any, backend: Any, block_id: Any) -> None:
     alone = backend.BlockHashToBlockMap()
     alone.insert(KEY, backend.KVCacheBlock(3))

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 Entry = KVCacheBlock | dict[int, KVCacheBlock]
 
 
+def wanted_id(block_id: object) -> int | None:
+    """An id to look for; None for what is no int, which is found nowhere. Never runs code of the caller."""
+    return int.__index__(block_id) if isinstance(block_id, int) else None
+
+
 class BlockHashToBlockMap:
     """Blocks by hash, over hand-made blocks. ``len`` is the number of keys.
 
@@ -52,9 +57,10 @@ class BlockHashToBlockMap:
         if entry is None:
             check_key(key)
             return False
+        wanted = wanted_id(block_id)
         if type(entry) is dict:
-            return block_id in entry
-        return entry._block_id == block_id  # type: ignore[union-attr]
+            return wanted in entry
+        return entry._block_id == wanted  # type: ignore[union-attr]
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         """Make the key lead to the block, behind those it leads to already; the same id twice is one entry."""
@@ -66,7 +72,8 @@ class BlockHashToBlockMap:
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Take one block from under the key. None, and nothing changed, if the key does not lead to that id."""
         check_key(key)
-        return self._pop(key, block_id)
+        wanted = wanted_id(block_id)
+        return None if wanted is None else self._pop(key, wanted)
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -126,4 +133,5 @@ class PoolHashMap(BlockHashToBlockMap):
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         check_key(key)
-        return self._pool._detach_key(key, block_id)
+        wanted = wanted_id(block_id)
+        return None if wanted is None else self._pool._detach_key(key, wanted)
