@@ -12,7 +12,6 @@ from kvpool.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from kvpool.request import Request
     from kvpool.request_status import RequestStatus
-    from kvpool.scheduler.stats import Counts
 
 
 class Admission(NamedTuple):
@@ -59,7 +58,7 @@ class StepUnderWay:
     have to be taken back.
 
     Attributes:
-        counts: the scheduler's, before the step.
+        counts: ``Counts.of_steps`` before the step.
         number: of the step.
         requests: those that take part.
         num_tokens: per request, tokens to compute.
@@ -74,7 +73,7 @@ class StepUnderWay:
         abandoned_block_ids: blocks of requests that left meanwhile, which can be hit once the step has run.
     """
 
-    counts: Counts
+    counts: tuple[int, ...]
     number: int = 0
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)

@@ -71,7 +71,6 @@ that is lost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import compress, islice
 from typing import TYPE_CHECKING
@@ -130,7 +129,7 @@ class Scheduler(StepWithdrawal):
         who was preempted for it waits.
         """
         self._settle()
-        under_way = StepUnderWay(replace(self._counts))
+        under_way = StepUnderWay(self._counts.of_steps())
         step = Step(self.config.max_num_batched_tokens, under_way)
         self._change = partial(self._take_back_planned, under_way)
         try:

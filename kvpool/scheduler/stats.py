@@ -65,11 +65,21 @@ class Counts:
             self.prefix_query_tokens += num_tokens
             self.prefix_hit_tokens += num_hit_tokens
 
-    def take_back_step(self, before: Counts) -> None:
-        """Drops what a step has counted that was withdrawn; what it gave up for good stays."""
-        self.steps, self.scheduled_tokens = before.steps, before.scheduled_tokens
-        self.prefix_query_tokens, self.prefix_hit_tokens = before.prefix_query_tokens, before.prefix_hit_tokens
-        self.resumed_query_tokens, self.resumed_hit_tokens = before.resumed_query_tokens, before.resumed_hit_tokens
+    def of_steps(self) -> tuple[int, ...]:
+        """What only steps count, for ``take_back_steps``."""
+        return (
+            self.steps,
+            self.scheduled_tokens,
+            self.prefix_query_tokens,
+            self.prefix_hit_tokens,
+            self.resumed_query_tokens,
+            self.resumed_hit_tokens,
+        )
+
+    def take_back_steps(self, before: tuple[int, ...]) -> None:
+        """Drops what steps have counted that were withdrawn; what they gave up for good stays."""
+        self.steps, self.scheduled_tokens, self.prefix_query_tokens, self.prefix_hit_tokens = before[:4]
+        self.resumed_query_tokens, self.resumed_hit_tokens = before[4:]
 
     def to_stats(self, num_running: int, num_waiting: int, usage: float) -> SchedulerStats:
         """The counts, and what the scheduler is like now."""

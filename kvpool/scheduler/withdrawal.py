@@ -113,7 +113,7 @@ class StepWithdrawal(RequestLifecycle):
         self._count_in_flight(step.requests)
         if step.news is not None:
             self._news = step.news.joined_with(self._news)
-        self._counts.take_back_step(step.counts)
+        self._counts.take_back_steps(step.counts)
 
     def _count_in_flight(self, requests: Iterable[Request]) -> None:
         in_flight = Counter[int]()
