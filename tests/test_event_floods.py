@@ -27,6 +27,7 @@ from kvpool.curve import CurveKeys, make_key_folder
 zmq = pytest.importorskip("zmq")
 
 pytestmark = [
+    pytest.mark.dataplane,  # a process of its own, measured: once, on the release build
     pytest.mark.slow,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures by /proc"),
 ]

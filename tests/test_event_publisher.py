@@ -347,6 +347,7 @@ def test_bad_requests_are_refused_and_counted(
     assert [record.args for record in caplog.records] == [("1 frames of 8 bytes",)]
 
 
+@pytest.mark.timing
 def test_clients_are_answered_apart_while_batches_go_out(
     make_publisher: Any, subscribe: Any, endpoint: str, replay_endpoint: str
 ) -> None:
@@ -385,6 +386,7 @@ def assert_nobody_waited(seconds: list[float]) -> None:
 
 
 @pytest.mark.parametrize("transport", ["bound", "connecting"])
+@pytest.mark.timing
 def test_an_absent_subscriber_costs_nothing(make_publisher: Any, transport: str) -> None:
     where = {"bound": {}, "connecting": {"endpoint": "tcp://127.0.0.1:9"}}[transport]
     publisher = make_publisher(hwm=10, **where)
@@ -393,6 +395,7 @@ def test_an_absent_subscriber_costs_nothing(make_publisher: Any, transport: str)
     assert publisher.dropped_batches == 0
 
 
+@pytest.mark.timing
 def test_a_slow_subscriber_costs_nothing_and_sees_gaps(make_publisher: Any, subscribe: Any) -> None:
     """It reads nothing while 60 MB go past it; ZeroMQ drops, and the numbers tell."""
     publisher = make_publisher(endpoint="tcp://127.0.0.1:*", hwm=4)
@@ -412,6 +415,7 @@ def test_a_slow_subscriber_costs_nothing_and_sees_gaps(make_publisher: Any, subs
     assert publisher.dropped_batches == 0 and publisher.published_batches == first + num_batches + 1
 
 
+@pytest.mark.timing
 def test_a_full_queue_drops_counts_and_leaves_a_gap(
     make_publisher: Any, subscribe: Any, endpoint: str, replay_endpoint: str
 ) -> None:
