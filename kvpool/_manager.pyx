@@ -217,11 +217,11 @@ cdef class KVCacheManagerBase:
     cdef bint have_hashes(self, list batch) except -1:
         """Whether every request is one of ours, with a next token that has a slot and the hashes to cache what that fills."""
         cdef RequestBase request
-        cdef Py_ssize_t i, num_tokens
-        for i in range(PyList_GET_SIZE(batch)):
-            if not isinstance(<object>PyList_GET_ITEM(batch, i), RequestBase):
+        cdef Py_ssize_t num_tokens
+        for item in batch:
+            if not isinstance(item, RequestBase):
                 return False
-            request = <RequestBase>PyList_GET_ITEM(batch, i)
+            request = <RequestBase>item
             num_tokens = min(min(request.num_computed_tokens, self.longest) + 1, PyList_GET_SIZE(request._all_token_ids))
             if num_tokens > self.longest or request.num_computed_tokens < 0:
                 return False

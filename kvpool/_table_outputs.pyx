@@ -294,10 +294,10 @@ cdef class StepOutputs:
 
     cdef int add_request(self, object request_id, object row_of, object num_scheduled, object num_computed) except -1:
         """Puts a request behind those of the step; its tokens are the next ones."""
-        cdef PyObject *row = PyDict_GetItemWithError(row_of, request_id)
-        cdef object found_row = None if row is NULL else <object>row
-        cdef PyObject *scheduled = PyDict_GetItemWithError(num_scheduled, request_id)
-        cdef object found_tokens = None if scheduled is NULL else <object>scheduled
+        cdef PyObject *row_at = PyDict_GetItemWithError(row_of, request_id)
+        cdef object found_row = None if row_at is NULL else <object>row_at
+        cdef PyObject *tokens_at = PyDict_GetItemWithError(num_scheduled, request_id)
+        cdef object found_tokens = None if tokens_at is NULL else <object>tokens_at
         if found_row is None or found_tokens is None:
             raise KeyError(f"request {request_id!r} has no {'row' if found_row is None else 'scheduled tokens'}")
         cdef int64_t n = found_tokens

@@ -273,8 +273,8 @@ cdef class Plan:
 
     cdef bint are_plain(self, object request_id) except -1:
         cdef Py_ssize_t i
-        for i in range(PyList_GET_SIZE(self.groups)):
-            if not (<Group>PyList_GET_ITEM(self.groups, i)).is_plain(request_id):
+        for i in range(len(self.groups)):
+            if not (<Group>self.groups[i]).is_plain(request_id):
                 return False
         return True
 
@@ -292,8 +292,8 @@ cdef class Plan:
         """Whether the request has all slots and no block that attention is done with: most steps of a decode."""
         cdef Group group
         cdef Py_ssize_t i
-        for i in range(PyList_GET_SIZE(self.groups)):
-            group = <Group>PyList_GET_ITEM(self.groups, i)
+        for i in range(len(self.groups)):
+            group = <Group>self.groups[i]
             if group.num_held(request_id) * group.block_size < num_slots:
                 return False
             if group.attention != FULL and group.has_blocks_to_skip(request_id, processed):
@@ -305,10 +305,10 @@ cdef class Plan:
         cdef Group group
         cdef object blocks
         cdef Py_ssize_t i, j
-        if len(hits) != PyList_GET_SIZE(self.groups):
+        if len(hits) != len(self.groups):
             return False
-        for i in range(PyList_GET_SIZE(self.groups)):
-            group = <Group>PyList_GET_ITEM(self.groups, i)
+        for i in range(len(self.groups)):
+            group = <Group>self.groups[i]
             blocks = hits[i]
             if (type(blocks) is not list or group.num_held(request_id) > 0
                     or PyDict_Contains(group.num_cached, request_id)):
@@ -327,8 +327,8 @@ cdef class Plan:
         cdef list found
         cdef Py_ssize_t i, j, num_required, num_held, num_skipped, num_found, needed = 0
         cdef int32_t node
-        for i in range(PyList_GET_SIZE(self.groups)):
-            group = <Group>PyList_GET_ITEM(self.groups, i)
+        for i in range(len(self.groups)):
+            group = <Group>self.groups[i]
             num_required = blocks_for(num_slots, group.block_size)
             if is_capped and group.most_blocks >= 0:
                 num_required = min(num_required, group.most_blocks)
@@ -352,8 +352,8 @@ cdef class Plan:
         cdef Py_ssize_t i, at
         if not self.has_windows:
             return 0
-        for i in range(PyList_GET_SIZE(self.groups)):
-            group = <Group>PyList_GET_ITEM(self.groups, i)
+        for i in range(len(self.groups)):
+            group = <Group>self.groups[i]
             if group.attention == FULL or not group.has_blocks_to_skip(request_id, processed):
                 continue
             table = group.table_of(request_id)
@@ -372,8 +372,8 @@ cdef class Plan:
         cdef Group group
         cdef list table, blocks
         cdef Py_ssize_t i, num_skipped
-        for i in range(PyList_GET_SIZE(self.groups)):
-            group = <Group>PyList_GET_ITEM(self.groups, i)
+        for i in range(len(self.groups)):
+            group = <Group>self.groups[i]
             blocks = <list>hits[i]
             table = group.table_of(request_id)
             num_skipped = group.num_skipped(num_computed) // group.block_size
@@ -390,9 +390,9 @@ cdef class Plan:
         """New blocks for the slots that no block has: a KVCacheBlocks of them."""
         cdef Group group
         cdef list table, new_blocks, groups = None
-        cdef Py_ssize_t i, num_new, num_groups = PyList_GET_SIZE(self.groups)
+        cdef Py_ssize_t i, num_new, num_groups = len(self.groups)
         for i in range(num_groups):
-            group = <Group>PyList_GET_ITEM(self.groups, i)
+            group = <Group>self.groups[i]
             table = group.table_of(request_id)
             num_new = blocks_for(num_slots, group.block_size) - PyList_GET_SIZE(table)
             if num_new <= 0:
@@ -421,8 +421,8 @@ cdef class Plan:
     cdef int cache(self, object request, object request_id, Py_ssize_t num_tokens) except -1:
         cdef Group group
         cdef Py_ssize_t i, num_cacheable, num_full, num_cached
-        for i in range(PyList_GET_SIZE(self.groups)):
-            group = <Group>PyList_GET_ITEM(self.groups, i)
+        for i in range(len(self.groups)):
+            group = <Group>self.groups[i]
             if not group.caches:
                 continue
             num_cacheable = self.num_cacheable(group, num_tokens)

@@ -9,7 +9,6 @@ to vLLM's method.
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
-from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int32_t, uint32_t
 
 from kvpool._allocator cimport incref, set_item
@@ -257,12 +256,12 @@ cdef list ids_of(object blocks):
 def get_block_ids(self, allow_none=False, *, group_ids=None):
     """``KVCacheBlocks.get_block_ids``."""
     cdef object groups = self.blocks
-    cdef Py_ssize_t i, num_blocks = 0
+    cdef Py_ssize_t num_blocks = 0
     if group_ids is not None or type(groups) is not tuple:
         return stock_get_block_ids(self, allow_none, group_ids=group_ids)
     if allow_none:
-        for i in range(PyTuple_GET_SIZE(groups)):
-            num_blocks += len(<object>PyTuple_GET_ITEM(groups, i))
+        for blocks in <tuple>groups:
+            num_blocks += len(blocks)
         if num_blocks == 0:
             return None
-    return tuple([ids_of(<object>PyTuple_GET_ITEM(groups, i)) for i in range(PyTuple_GET_SIZE(groups))])
+    return tuple([ids_of(blocks) for blocks in <tuple>groups])
