@@ -32,14 +32,35 @@ SANITIZE = is_on("KVPOOL_SANITIZE")
 
 SOURCES = [
     f"csrc/kvp_{name}.c"
-    for name in ("free_list", "prefix_map", "pool", "pool_hash", "block_hash", "block_table", "table_outputs", "check")
+    for name in (
+        "alloc",
+        "free_list",
+        "prefix_map",
+        "pool",
+        "pool_hash",
+        "block_hash",
+        "block_table",
+        "table_outputs",
+        "check",
+    )
 ]
 HEADERS = [
-    *("csrc/kvp.h", "csrc/kvp_block_hash.h", "csrc/kvp_block_table.h", "csrc/kvp_internal.h"),
-    *("csrc/kvp_table_internal.h", "kvpool/_lock.h"),
+    *("csrc/kvp.h", "csrc/kvp_alloc.h", "csrc/kvp_block_hash.h", "csrc/kvp_block_table.h", "csrc/kvp_internal.h"),
+    *("csrc/kvp_table_internal.h", "kvpool/_lock.h", "kvpool/_memory.h"),
 ]
 MODULES = [
-    *("_batch", "_block", "_block_sequence", "_queue", "_map", "_pool_views", "_allocator", "_prefix_cache", "_core"),
+    *(
+        "_memory",
+        "_batch",
+        "_block",
+        "_block_sequence",
+        "_queue",
+        "_map",
+        "_pool_views",
+        "_allocator",
+        "_prefix_cache",
+        "_core",
+    ),
     *("_hash", "_request", "_list_tables", "_manager", "_tables", "_table_outputs"),
     *("integrations/vllm/_fast", "integrations/vllm/_hits", "integrations/vllm/_hasher"),
 ]

@@ -13,8 +13,9 @@
 #endif
 #include "kvp_internal.h"
 
-#include <stdlib.h>
 #include <string.h>
+
+#include "kvp_alloc.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -56,7 +57,7 @@ kvp_status_t kvp_pool_create(int32_t num_blocks, bool enable_caching, bool uncac
                  at_slots = take(&bytes, slots * sizeof(kvp_slot_t)),
                  at_primary = take(&bytes, n * sizeof(kvp_entry_t));
     bytes += CACHE_LINE;
-    char *const memory = calloc(1, bytes);
+    char *const memory = kvp_calloc(1, bytes);
     if (memory == NULL) {
         return KVP_ERR_NO_MEMORY;
     }
@@ -83,7 +84,7 @@ kvp_status_t kvp_pool_create(int32_t num_blocks, bool enable_caching, bool uncac
 void kvp_pool_destroy(kvp_pool_t *pool) {
     if (pool != NULL) {
         kvpi_map_release(&pool->map);
-        free(pool->memory);
+        kvp_free(pool->memory);
     }
 }
 

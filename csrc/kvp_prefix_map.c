@@ -18,8 +18,9 @@
  */
 #include "kvp_internal.h"
 
-#include <stdlib.h>
 #include <string.h>
+
+#include "kvp_alloc.h"
 
 enum { LOAD_NUMERATOR = 3, LOAD_DENOMINATOR = 4, SLOTS_MIN = 8, EXTRA_MIN = 8 };
 
@@ -143,7 +144,7 @@ static void empty_slot(kvp_map_t *map, uint32_t hole) {
 }
 
 static bool grow_slots(kvp_map_t *map, uint32_t num_slots) {
-    kvp_slot_t *const old = map->slots, *const slots = calloc(num_slots, sizeof *slots);
+    kvp_slot_t *const old = map->slots, *const slots = kvp_calloc(num_slots, sizeof *slots);
     if (slots == NULL) {
         return false;
     }
@@ -161,7 +162,7 @@ static bool grow_slots(kvp_map_t *map, uint32_t num_slots) {
         }
     }
     if (map->owns_slots) {
-        free(old);
+        kvp_free(old);
     }
     map->owns_slots = true;
     return true;
@@ -268,7 +269,7 @@ kvp_status_t kvp_map_reserve(kvp_map_t *map, int32_t keys, int32_t extra) {
         if (capacity + map->num_blocks >= INT32_MAX) {
             return KVP_ERR_NO_MEMORY;
         }
-        kvp_entry_t *const grown = realloc(map->extra, (size_t)capacity * sizeof *grown);
+        kvp_entry_t *const grown = kvp_realloc(map->extra, (size_t)capacity * sizeof *grown);
         if (grown == NULL) {
             return KVP_ERR_NO_MEMORY;
         }
@@ -292,9 +293,9 @@ void kvpi_map_init(kvp_map_t *map, const uint64_t secret[KVP_SECRET_WORDS]) {
 }
 
 void kvpi_map_release(kvp_map_t *map) {
-    free(map->extra);
+    kvp_free(map->extra);
     if (map->owns_slots) {
-        free(map->slots);
+        kvp_free(map->slots);
     }
 }
 
@@ -349,13 +350,13 @@ int32_t kvp_map_find_block(const kvp_map_t *map, const kvp_key_t *key, int32_t b
 /* ---- the stand-alone map ---- */
 
 kvp_status_t kvp_map_create(const uint64_t secret[KVP_SECRET_WORDS], kvp_map_t **out) {
-    kvp_map_t *const map = malloc(sizeof *map);
+    kvp_map_t *const map = kvp_malloc(sizeof *map);
     if (map == NULL) {
         return KVP_ERR_NO_MEMORY;
     }
     kvpi_map_init(map, secret);
     if (!grow_slots(map, SLOTS_MIN)) {
-        free(map);
+        kvp_free(map);
         return KVP_ERR_NO_MEMORY;
     }
     *out = map;
@@ -365,7 +366,7 @@ kvp_status_t kvp_map_create(const uint64_t secret[KVP_SECRET_WORDS], kvp_map_t *
 void kvp_map_destroy(kvp_map_t *map) {
     if (map != NULL) {
         kvpi_map_release(map);
-        free(map);
+        kvp_free(map);
     }
 }
 

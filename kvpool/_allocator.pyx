@@ -20,6 +20,7 @@ from kvpool._kvp cimport (
 )
 from kvpool._block_sequence cimport new_sequence
 from kvpool._map cimport map_of_home, probing_secret
+from kvpool._memory cimport kvpool_share_memory
 from kvpool._queue cimport queue_of_home
 
 import weakref
@@ -28,6 +29,8 @@ from kvpool._block import KVCacheBlock
 from kvpool._pool_views import BlockList, PoolStats, SecondaryHashes
 from kvpool._skipped_frees import log_skipped
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, NoFreeBlocksError
+
+kvpool_share_memory()
 
 cdef extern from *:
     """

@@ -1,9 +1,9 @@
 # What every batch needs: a place for its ids and keys, counts, and the callers' int32 buffers.
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
-from cpython.mem cimport PyMem_Free
 from libc.stdint cimport INT32_MAX, int32_t
 
 from kvpool._kvp cimport kvp_key_t
+from kvpool._memory cimport kvp_free
 
 cdef enum:
     SMALL = 512  # ids and keys of a batch up to this size stay on the stack
@@ -42,7 +42,7 @@ cdef inline kvp_key_t *keys_of_size(Py_ssize_t n, kvp_key_t *small) except NULL:
 
 cdef inline void release_batch(void *items, void *small) noexcept:
     if items is not small:
-        PyMem_Free(items)
+        kvp_free(items)
 
 cdef inline bint is_plain_number(Py_ssize_t n) noexcept:
     return 0 <= n <= MOST

@@ -3,11 +3,11 @@
 """What every batch needs: a place for its ids and keys, counts, and the callers' int32 buffers."""
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_AsLongLongAndOverflow
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
 from kvpool._kvp cimport kvp_key_t
+from kvpool._memory cimport kvp_free, kvp_malloc, kvpool_share_memory
 from kvpool._numpy cimport (
     kvpool_ids_data, kvpool_ids_size, kvpool_import_numpy, kvpool_is_plain_ids, kvpool_new_ids,
 )
@@ -15,6 +15,8 @@ from kvpool._numpy cimport (
 from operator import index
 
 from kvpool.errors import InvalidArgumentError
+
+kvpool_share_memory()
 
 
 cdef extern from *:
@@ -26,14 +28,14 @@ cdef extern from *:
 
 
 cdef int32_t *large_ids(Py_ssize_t n) except NULL:
-    cdef int32_t *ids = <int32_t *>PyMem_Malloc(<size_t>n * sizeof(int32_t)) if n <= MOST_ITEMS else NULL
+    cdef int32_t *ids = <int32_t *>kvp_malloc(<size_t>n * sizeof(int32_t)) if n <= MOST_ITEMS else NULL
     if ids is NULL:
         raise MemoryError(f"no memory for a batch of {n} ids")
     return ids
 
 
 cdef kvp_key_t *large_keys(Py_ssize_t n) except NULL:
-    cdef kvp_key_t *keys = <kvp_key_t *>PyMem_Malloc(<size_t>n * sizeof(kvp_key_t)) if n <= MOST_ITEMS else NULL
+    cdef kvp_key_t *keys = <kvp_key_t *>kvp_malloc(<size_t>n * sizeof(kvp_key_t)) if n <= MOST_ITEMS else NULL
     if keys is NULL:
         raise MemoryError(f"no memory for a batch of {n} keys")
     return keys
@@ -89,7 +91,7 @@ cdef class IdCopy:
     """Ids of a caller's int32 array that nobody else can change."""
 
     def __dealloc__(self):
-        PyMem_Free(self.data)
+        kvp_free(self.data)
 
 
 cdef IdCopy copy_ids(object ids):
@@ -97,7 +99,7 @@ cdef IdCopy copy_ids(object ids):
     cdef const int32_t *data
     cdef Py_ssize_t length
     cdef IdBuffer buffer = read_ids(ids, &data, &length)
-    copy.data = <int32_t *>PyMem_Malloc(<size_t>max(length, 1) * sizeof(int32_t))
+    copy.data = <int32_t *>kvp_malloc(<size_t>max(length, 1) * sizeof(int32_t))
     if copy.data is NULL:
         raise MemoryError(f"no memory for a batch of {length} ids")
     memcpy(copy.data, data, <size_t>length * sizeof(int32_t))

@@ -9,7 +9,6 @@ table, so no cycle exists and nothing here needs the garbage collector. A view t
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong
-from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT32_MAX, UINT32_MAX, int32_t, uint8_t, uint32_t
@@ -22,8 +21,11 @@ from kvpool._kvp cimport (
     kvp_fault_t, kvp_free_list_after, kvp_free_list_before, kvp_free_list_is_queued, kvp_key_t, kvp_map_entry,
     kvp_pool_destroy, kvp_pool_primary, kvp_pool_reset_hash, kvp_pool_set_hash, kvp_pool_set_ref_cnt, kvp_status_t,
 )
+from kvpool._memory cimport kvp_calloc, kvp_free, kvpool_share_memory
 
 from kvpool.errors import BlockStateError, InvalidArgumentError, NoFreeBlocksError
+
+kvpool_share_memory()
 
 cdef enum:
     GROUP_ID_BYTES = 4
@@ -40,7 +42,7 @@ cdef class BlockHome:
     def __dealloc__(self):
         close_handles(self)
         kvp_pool_destroy(self.pool)
-        PyMem_Free(self.own_links.links)
+        kvp_free(self.own_links.links)
 
 
 @cython.final
@@ -58,7 +60,7 @@ cdef class HandleTable:
 
 cdef int open_handles(BlockHome home, int32_t capacity) except -1:
     """Room for one view per block and the two fake ends. Zeroed memory: untouched, it costs nothing."""
-    home.handles = <PyObject **>PyMem_Calloc(<size_t>capacity + 2, sizeof(PyObject *))
+    home.handles = <PyObject **>kvp_calloc(<size_t>capacity + 2, sizeof(PyObject *))
     if home.handles is NULL:
         raise MemoryError(f"no memory for a table of {capacity} block views")
     home.num_handles = capacity
@@ -76,7 +78,7 @@ cdef void close_handles(BlockHome home) noexcept:
     for i in range(<Py_ssize_t>home.num_handles + 2):
         if handles[i] is not NULL:
             Py_DECREF(<object>handles[i])
-    PyMem_Free(handles)
+    kvp_free(handles)
 
 
 cdef KVCacheBlock make_view(BlockHome home, int32_t node, int32_t block_id):

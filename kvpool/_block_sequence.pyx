@@ -3,17 +3,19 @@
 """Blocks of one pool in token order, kept as int32 ids: what a request's table, a hit and an allocation are."""
 cimport cython
 from cpython.list cimport PyList_New
-from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t
 from libc.string cimport memcmp, memcpy
 
 from kvpool._block cimport BlockHome, handle_of, node_in
+from kvpool._memory cimport kvp_free, kvp_realloc, kvpool_share_memory
 
 from collections.abc import Sequence
 
 from kvpool.errors import BlockStateError
+
+kvpool_share_memory()
 
 cdef extern from "Python.h":
     void set_new_item "PyList_SET_ITEM"(list items, Py_ssize_t i, object item)
@@ -48,7 +50,7 @@ cdef class BlockSequence:
     """
 
     def __dealloc__(self):
-        PyMem_Free(self.ids)
+        kvp_free(self.ids)
 
     cdef int reserve(self, Py_ssize_t num_more) except -1:
         """Room for so many more ids: exactly as many in an empty one, half as much again in one that grows."""
@@ -57,7 +59,7 @@ cdef class BlockSequence:
         cdef int32_t *grown
         if wanted > self.capacity:
             capacity = wanted if self.capacity == 0 else max(wanted, self.capacity + self.capacity // 2 + ROOM)
-            grown = <int32_t *>PyMem_Realloc(self.ids, <size_t>capacity * sizeof(int32_t))
+            grown = <int32_t *>kvp_realloc(self.ids, <size_t>capacity * sizeof(int32_t))
             if grown is NULL:
                 raise MemoryError(f"no memory for a table of {wanted} blocks")
             self.ids = grown

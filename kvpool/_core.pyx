@@ -20,12 +20,15 @@ from kvpool._kvp cimport (
     KVP_CACHE_IDEMPOTENT, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, kvp_fault_t, kvp_key_t, kvp_pool_allocate,
     kvp_pool_free, kvp_status_t,
 )
+from kvpool._memory cimport kvpool_share_memory
 from kvpool._prefix_cache cimport PrefixCache
 
 from kvpool._block import KVCacheBlock
 from kvpool._map import BlockHashToBlockMap
 from kvpool._queue import FreeKVCacheBlockQueue
 from kvpool.errors import BlockStateError, InvalidArgumentError, KvpoolError
+
+kvpool_share_memory()
 
 __all__ = ["BUILD_INFO", "BlockHashToBlockMap", "BlockPoolBase", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 

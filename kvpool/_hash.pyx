@@ -5,7 +5,6 @@ the xxhash package, one block after the other, in one pass."""
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from libc.stddef cimport size_t
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint8_t, uintptr_t
@@ -13,12 +12,15 @@ from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint8_t, uintptr_t
 from kvpool._kvp_block_hash cimport (
     KVP_BLOCK_CBOR, KVP_BLOCK_MAX_PARENT, KVP_BLOCK_MAX_TOKENS, KVP_BLOCK_PICKLE, kvp_block_room, kvp_block_write,
 )
+from kvpool._memory cimport kvp_free, kvp_malloc, kvpool_share_memory
 
 import pickle
 
 import kvpool._openssl as _openssl
 from kvpool._block_hashing import NATIVE_PICKLE_PROTOCOL
 from kvpool.errors import InvalidArgumentError
+
+kvpool_share_memory()
 
 cdef enum:
     SHA256_BYTES = 32
@@ -47,7 +49,7 @@ cdef bint read_tokens(list tokens, Py_ssize_t start, Py_ssize_t n, int32_t *ids)
 
 
 cdef void *room_of(size_t n) except NULL:
-    cdef void *room = PyMem_Malloc(n)
+    cdef void *room = kvp_malloc(n)
     if room is NULL:
         raise MemoryError(f"no memory for a block of {n} bytes")
     return room
@@ -133,7 +135,7 @@ cdef class BlockHasherBase:
                 hashes.append(parent)
         finally:
             if ids is not few_ids:
-                PyMem_Free(ids)
+                kvp_free(ids)
             if out is not few_bytes:
-                PyMem_Free(out)
+                kvp_free(out)
         return 0

@@ -72,6 +72,7 @@ cdef extern from "kvp.h" nogil:
 
     kvp_status_t kvp_map_create(const uint64_t *secret, kvp_map_t **out)
     void kvp_map_destroy(kvp_map_t *map)
+    kvp_status_t kvp_map_reserve(kvp_map_t *map, int32_t keys, int32_t extra)
     const kvp_entry_t *kvp_map_entry(const kvp_map_t *map, int32_t index)
     int32_t kvp_map_find(const kvp_map_t *map, const kvp_key_t *key)
     int32_t kvp_map_find_block(const kvp_map_t *map, const kvp_key_t *key, int32_t block_id)

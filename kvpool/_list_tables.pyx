@@ -18,12 +18,15 @@ from kvpool._kvp cimport (
     kvp_pool_touch, kvp_status_t,
 )
 from kvpool._kvp_block_hash cimport KVP_BLOCK_MAX_PARENT, kvp_block_room
+from kvpool._memory cimport kvpool_share_memory
 
 from operator import index
 
 import kvpool._list_table_operations as operations
 from kvpool.block_hash import get_block_hash
 from kvpool.errors import BlockStateError
+
+kvpool_share_memory()
 
 cdef extern from "Python.h":
     PyObject *new_int "PyLong_FromLong"(long value) except NULL  # a new reference, for a list to take

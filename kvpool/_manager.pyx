@@ -16,18 +16,21 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
 from kvpool._allocator cimport too_few_blocks
-from kvpool._batch cimport MOST, NOT_PLAIN, SMALL, ids_of_size, is_plain_number, plain_number, release_batch
+from kvpool._batch cimport MOST, NOT_PLAIN, SMALL, ids_of_size, is_plain_number, keys_of_size, plain_number, release_batch
 from kvpool._block cimport BlockHome, kvpool_lock_acquire, kvpool_lock_release, parse_digest
 from kvpool._block_sequence cimport BlockSequence, new_sequence
 from kvpool._kvp cimport (
-    KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, kvp_key_t, kvp_pool_allocate, kvp_pool_free,
-    kvp_pool_is_reachable, kvp_status_t,
+    KVP_CACHE_PROMOTE, KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, kvp_key_t, kvp_map_reserve,
+    kvp_pool_allocate, kvp_pool_drop_hashes, kvp_pool_free, kvp_pool_is_reachable, kvp_status_t,
 )
+from kvpool._memory cimport kvpool_share_memory
 from kvpool._prefix_cache cimport PrefixCache
 from kvpool._request cimport RequestBase
 
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.request_status import RequestStatus
+
+kvpool_share_memory()
 
 cdef object WAITING = RequestStatus.WAITING
 cdef object PREEMPTED = RequestStatus.PREEMPTED
@@ -305,8 +308,11 @@ cdef class KVCacheManagerBase:
 
     cdef object change(self, RequestBase request, BlockSequence table, BlockSequence hits, list hashes,
                        Py_ssize_t num_new, Py_ssize_t num_cached, Py_ssize_t num_full):
-        """Memory first: what can fail comes before the first change. The dicts last: there ids are compared."""
+        """What can fail comes before the first change: memory, then hashes. The dicts last: there ids are compared."""
         cdef BlockSequence new_blocks = None
+        cdef kvp_key_t few[SMALL]
+        cdef kvp_key_t *keys = few
+        cdef Py_ssize_t i, num_before, num_published = 0
         cdef bint is_new = table is None or hits is not None
         if is_new and (hits is not None or num_new > 0):
             table = new_sequence(self.home, num_new if hits is None else hits.length + num_new)
@@ -314,27 +320,72 @@ cdef class KVCacheManagerBase:
             table.reserve(num_new)
             new_blocks = new_sequence(self.home, num_new)
         if hits is not None:
-            self.pool.touch_nodes(hits.ids, hits.length, "touch")
-            memcpy(table.ids, hits.ids, <size_t>hits.length * sizeof(int32_t))
-            table.length = num_cached = hits.length
-        if new_blocks is not None:
-            self.take(new_blocks, num_new)
-            memcpy(table.ids + table.length, new_blocks.ids, <size_t>num_new * sizeof(int32_t))
-            table.length += num_new
-        if is_new and table is not None:
-            self.keep(request, table)
-        if hits is not None:
-            PyDict_SetItem(self.num_cached, request.request_id, num_cached)
+            num_cached = hits.length
         if self.caches and num_full > num_cached:
-            self.pool.cache_range(table, hashes, 1, num_cached, num_full - num_cached, self.block_size, 0, None)
+            num_published = num_full - num_cached
+            num_before = hits.length if hits is not None else 0 if table is None else table.length
+            if num_full > PyList_GET_SIZE(hashes) or num_full > num_before + num_new:
+                raise InvalidArgumentError(f"{num_full} blocks are to be published of {num_before + num_new}")
+        try:
+            if num_published > 0:
+                keys = keys_of_size(num_published, few)
+                self.make_room_in_map(num_published)
+                for i in range(num_published):
+                    parse_digest(<object>PyList_GET_ITEM(hashes, num_cached + i), 0, &keys[i])
+            if hits is not None:
+                self.pool.touch_nodes(hits.ids, hits.length, "touch")
+                memcpy(table.ids, hits.ids, <size_t>hits.length * sizeof(int32_t))
+                table.length = hits.length
+            if new_blocks is not None:
+                self.take(new_blocks, num_new)
+                memcpy(table.ids + table.length, new_blocks.ids, <size_t>num_new * sizeof(int32_t))
+                table.length += num_new
+            if num_published > 0:
+                self.publish(table, hits, keys, num_new, num_cached, num_published)
+        finally:
+            release_batch(keys, few)
+        if is_new and table is not None:
+            self.keep(request, table, num_cached, num_cached + num_published)
+        if num_published > 0:
             PyDict_SetItem(self.num_cached, request.request_id, num_full)
+        elif hits is not None:
+            PyDict_SetItem(self.num_cached, request.request_id, num_cached)
         return self.no_blocks if new_blocks is None else self.blocks_class((new_blocks,))
 
-    cdef int keep(self, RequestBase request, BlockSequence table) except -1:
-        """Makes it the request's table; if that fails, its blocks are free again."""
+    cdef int make_room_in_map(self, Py_ssize_t num_keys) except -1:
+        kvpool_lock_acquire(&self.home.lock)
+        cdef kvp_status_t status = kvp_map_reserve(&self.home.pool.map, <int32_t>num_keys, 0)
+        kvpool_lock_release(&self.home.lock)
+        if status != KVP_OK:
+            raise MemoryError(f"no memory for {num_keys} hashes; nothing has changed")
+        return 0
+
+    cdef int publish(self, BlockSequence table, BlockSequence hits, const kvp_key_t *keys, Py_ssize_t num_new,
+                     Py_ssize_t first, Py_ssize_t n) except -1:
+        """The table's blocks [first, first + n) get their hashes; if one can't, all that was taken is given back."""
+        try:
+            self.pool.cache_keys(keys, table.ids + first, n, <int32_t>((first + 1) * self.block_size),
+                                 <int32_t>self.block_size, KVP_CACHE_PROMOTE, "cache_full_blocks")
+        except BaseException:
+            table.length -= num_new
+            kvpool_lock_acquire(&self.home.lock)
+            kvp_pool_free(self.home.pool, table.ids + table.length, num_new, KVP_PLACE_HEAD, NULL)
+            kvpool_lock_release(&self.home.lock)
+            if hits is not None:
+                self.free_reversed(table)
+            raise
+        return 0
+
+    cdef int keep(self, RequestBase request, BlockSequence table, Py_ssize_t first, Py_ssize_t past) except -1:
+        """Makes it the request's table; if that fails, its blocks are free again, [first, past) without their hashes."""
+        cdef Py_ssize_t i
         try:
             PyDict_SetItem(self.tables, request.request_id, table)
         except BaseException:
+            kvpool_lock_acquire(&self.home.lock)
+            for i in range(first, min(past, table.length)):
+                kvp_pool_drop_hashes(self.home.pool, table.ids[i])
+            kvpool_lock_release(&self.home.lock)
             self.free_reversed(table)
             raise
         return 0

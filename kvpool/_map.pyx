@@ -15,11 +15,14 @@ from kvpool._kvp cimport (
     kvp_map_discard, kvp_map_entry, kvp_map_find, kvp_map_find_block, kvp_map_t, kvp_pool_insert_key,
     kvp_pool_next_secondary, kvp_pool_primary, kvp_pool_remove_key, kvp_status_t,
 )
+from kvpool._memory cimport kvpool_share_memory
 
 import os
 
 from kvpool._map_entries import MapEntries
 from kvpool.errors import BlockStateError
+
+kvpool_share_memory()
 
 cdef uint64_t SECRET[KVP_SECRET_WORDS]
 

@@ -18,10 +18,13 @@ from kvpool._kvp cimport (
     kvp_map_find, kvp_pool_cache, kvp_pool_drop_hashes, kvp_pool_find_prefix, kvp_pool_insert_hash, kvp_pool_next_secondary,
     kvp_pool_primary, kvp_pool_reset_hashes, kvp_pool_t, kvp_status_t,
 )
+from kvpool._memory cimport kvpool_share_memory
 
 from kvpool._map import BlockHashToBlockMap
 from kvpool.block_hash import make_block_hash_with_group_id, resolve_block_hashes
 from kvpool.errors import BlockStateError, InvalidArgumentError
+
+kvpool_share_memory()
 
 
 cdef enum:

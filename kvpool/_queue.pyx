@@ -2,7 +2,6 @@
 # cython: embedsignature=True, freethreading_compatible=True
 """FreeKVCacheBlockQueue: the free list, seen as vLLM shows it."""
 cimport cython
-from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -19,26 +18,33 @@ from kvpool._kvp cimport (
     kvp_free_list_pop_n, kvp_free_list_prepend_n, kvp_free_list_remove, kvp_link_t, kvp_placement_t, kvp_pool_attach, kvp_pool_detach,
     kvp_pool_pop_detached, kvp_status_t,
 )
+from kvpool._memory cimport kvp_free, kvp_malloc, kvp_realloc, kvpool_share_memory
 
 from kvpool.errors import BlockStateError, NoFreeBlocksError
+
+kvpool_share_memory()
 
 
 cdef int give_room(BlockHome home, int32_t capacity) except -1:
     """A new, larger link array and view table for a stand-alone queue."""
-    cdef kvp_link_t *links = <kvp_link_t *>PyMem_Malloc(kvp_free_list_links(capacity) * sizeof(kvp_link_t))
+    cdef kvp_link_t *links = <kvp_link_t *>kvp_malloc(kvp_free_list_links(capacity) * sizeof(kvp_link_t))
     cdef kvp_link_t *old_links = home.own_links.links
     cdef PyObject **handles = NULL
     cdef PyObject *head = NULL
     cdef PyObject *tail = NULL
     if links is not NULL:
         if home.handles is NULL:
-            open_handles(home, capacity)
+            try:
+                open_handles(home, capacity)
+            except MemoryError:
+                kvp_free(links)
+                raise
             handles = home.handles
         else:
             head, tail = home.handles[home.num_handles], home.handles[home.num_handles + 1]
-            handles = <PyObject **>PyMem_Realloc(home.handles, (<size_t>capacity + 2) * sizeof(PyObject *))
+            handles = <PyObject **>kvp_realloc(home.handles, (<size_t>capacity + 2) * sizeof(PyObject *))
     if handles is NULL:
-        PyMem_Free(links)
+        kvp_free(links)
         raise MemoryError(f"no memory for a queue of {capacity} blocks")
     if old_links is NULL:
         kvp_free_list_init(&home.own_links, links, capacity, capacity)
@@ -46,7 +52,7 @@ cdef int give_room(BlockHome home, int32_t capacity) except -1:
         memset(handles + home.num_handles, 0, (<size_t>(capacity - home.num_handles) + 2) * sizeof(PyObject *))
         handles[capacity], handles[capacity + 1] = head, tail
         kvp_free_list_move(&home.own_links, links, capacity)
-        PyMem_Free(old_links)
+        kvp_free(old_links)
     home.handles = handles
     home.num_handles = capacity
     return 0
@@ -149,7 +155,7 @@ cdef class FreeKVCacheBlockQueue:
         cdef BlockHome home = self.home
         cdef int32_t i
         cdef kvp_status_t status
-        cdef int32_t *nodes = <int32_t *>PyMem_Malloc((<size_t>n + 1) * sizeof(int32_t))
+        cdef int32_t *nodes = <int32_t *>kvp_malloc((<size_t>n + 1) * sizeof(int32_t))
         if nodes is NULL:
             raise MemoryError()
         try:
@@ -166,7 +172,7 @@ cdef class FreeKVCacheBlockQueue:
                 self.put_back(nodes, n)
                 raise
         finally:
-            PyMem_Free(nodes)
+            kvp_free(nodes)
 
     cdef int put_back(self, const int32_t *nodes, int32_t n) except -1:
         kvpool_lock_acquire(&self.home.lock)
@@ -187,7 +193,7 @@ cdef class FreeKVCacheBlockQueue:
             return 0
         if (where == KVP_PLACE_TAIL and home.tail_severed) or (where == KVP_PLACE_HEAD and home.head_severed):
             raise BlockStateError(f"{call}: this end of the queue has been cut off")
-        cdef int32_t *nodes = <int32_t *>PyMem_Malloc(<size_t>n * sizeof(int32_t))
+        cdef int32_t *nodes = <int32_t *>kvp_malloc(<size_t>n * sizeof(int32_t))
         if nodes is NULL:
             raise MemoryError()
         try:
@@ -205,7 +211,7 @@ cdef class FreeKVCacheBlockQueue:
                 fault.block_id = (<KVCacheBlock>batch[fault.index]).block_id
             raise_status(status, &fault, call, home)
         finally:
-            PyMem_Free(nodes)
+            kvp_free(nodes)
         return 0
 
     # ---- vLLM's calls ----

@@ -11,7 +11,6 @@ from cpython.buffer cimport PyBuffer_FillInfo, PyObject_GetBuffer
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_AsLongLongAndOverflow, PyLong_CheckExact
-from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t
 from libc.string cimport memcpy
@@ -29,6 +28,7 @@ from kvpool._kvp_block_table cimport (
     kvp_block_table_num_changes, kvp_block_table_swap_rows, kvp_block_table_take_changes, kvp_block_table_t,
     kvp_ints_t, kvp_span_t, kvp_table_edit_t, kvp_table_fault_t, kvp_table_shape_t, kvp_table_status_t,
 )
+from kvpool._memory cimport kvp_calloc, kvp_free, kvp_malloc, kvp_realloc, kvpool_share_memory
 
 import weakref
 from operator import index
@@ -36,6 +36,8 @@ from operator import index
 import numpy
 
 from kvpool.errors import InvalidArgumentError, InvariantError
+
+kvpool_share_memory()
 
 kvpool_import_arrays()
 
@@ -114,7 +116,7 @@ cdef object pin(object array):
 
 cdef Counts new_counts(Py_ssize_t length):
     cdef Counts counts = Counts.__new__(Counts)
-    counts.items = <int32_t *>PyMem_Calloc(<size_t>max(length, 1), sizeof(int32_t))
+    counts.items = <int32_t *>kvp_calloc(<size_t>max(length, 1), sizeof(int32_t))
     if counts.items is NULL:
         raise MemoryError(f"no memory for the counts of {length} rows")
     counts.length = length
@@ -126,7 +128,7 @@ cdef class Counts:
     """Numbers that the core goes by, so nobody else may write them: a read-only int32 buffer."""
 
     def __dealloc__(self):
-        PyMem_Free(self.items)
+        kvp_free(self.items)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.items, self.length * <Py_ssize_t>sizeof(int32_t), True, flags)
@@ -144,14 +146,14 @@ cdef void start_batch(batch_t *batch) noexcept:
 
 cdef void end_batch(batch_t *batch) noexcept:
     if batch.ids is not batch.few_ids:
-        PyMem_Free(batch.ids)
+        kvp_free(batch.ids)
     if batch.edits is not batch.few_edits:
-        PyMem_Free(batch.edits)
+        kvp_free(batch.edits)
 
 
 cdef void *larger(void *items, void *few, size_t used, size_t wanted) except NULL:
     """Room for `wanted` bytes that starts with the first `used` bytes of items, which is `few` or was made here."""
-    cdef void *room = PyMem_Malloc(wanted) if items is few else PyMem_Realloc(items, wanted)
+    cdef void *room = kvp_malloc(wanted) if items is few else kvp_realloc(items, wanted)
     if room is NULL:
         raise MemoryError(f"no memory for a batch of {wanted} bytes")
     if items is few:
@@ -452,7 +454,7 @@ cdef class BlockRowGroups:
                 raise InvalidArgumentError(f"group {i} was never initialised, or has another number of rows than group 0")
         if self.tables is not NULL:
             raise InvalidArgumentError("block tables are made once")
-        self.tables = <kvp_block_table_t **>PyMem_Malloc(len(rows) * sizeof(void *))
+        self.tables = <kvp_block_table_t **>kvp_malloc(len(rows) * sizeof(void *))
         if self.tables is NULL:
             raise MemoryError(f"no memory for {len(rows)} groups")
         self.groups = rows
@@ -461,7 +463,7 @@ cdef class BlockRowGroups:
             self.tables[i] = &self.group_at(i).table
 
     def __dealloc__(self):
-        PyMem_Free(self.tables)
+        kvp_free(self.tables)
 
     def __reduce__(self):
         raise TypeError("a table of block ids can't be pickled or copied: its memory is shared with kernels")

@@ -20,7 +20,7 @@ LAYERS = [
     ["errors", "_version", "one_line", "request_status", "token_ids"],
     ["arguments", "environment", "curve", "event_replay", "peer_limits"],
     ["json_lines", "sampling_params"],
-    ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_numpy", "_int_arrays", "_openssl"],
+    ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_memory", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus", "_skipped_frees"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],
     ["event_publisher", "sizing", "kv_cache_blocks", "_block_hashing"],

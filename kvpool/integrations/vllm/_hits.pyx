@@ -7,7 +7,6 @@ A lookup in a pool of another class, hashes in another container than a list, or
 to vLLM's method.
 """
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint32_t
 
@@ -18,9 +17,12 @@ from kvpool._block cimport (
     parse_group,
 )
 from kvpool._kvp cimport KVP_NONE, KVP_NULL_BLOCK, kvp_key_t, kvp_map_entry, kvp_map_find
+from kvpool._memory cimport kvp_free, kvp_malloc, kvpool_share_memory
 from kvpool._prefix_cache cimport PrefixCache
 
 from kvpool._block import KVCacheBlock
+
+kvpool_share_memory()
 
 cdef enum:
     MANY_GROUPS = 16
@@ -55,12 +57,12 @@ cdef class Lookup:
     cdef Py_ssize_t room      # rows that ids has: those that there are hashes for
 
     def __dealloc__(self):
-        PyMem_Free(self.ids)
+        kvp_free(self.ids)
 
     cdef int reserve(self, Py_ssize_t num_rows) except -1:
         self.num_rows = num_rows
         self.room = min(num_rows, num_hashes_of(self))
-        self.ids = <int32_t *>PyMem_Malloc(<size_t>(self.room * self.num_groups) * sizeof(int32_t))
+        self.ids = <int32_t *>kvp_malloc(<size_t>(self.room * self.num_groups) * sizeof(int32_t))
         if self.ids is NULL:
             raise MemoryError(f"no memory for a hit of {self.room} blocks")
         return 0
