@@ -90,9 +90,10 @@ kvp_table_status_t kvp_table_query_slots(const kvp_block_table_t *table, const i
 
 void kvp_table_kv_rows(const int64_t *slots, int64_t n, int32_t block_size, int64_t *key_rows, int64_t *value_rows) {
     for (int64_t i = 0; i < n; i++) {
-        const int64_t slot = slots[i] < 0 ? 0 : slots[i];
-        key_rows[i] = slot + slot / block_size * block_size;
-        value_rows[i] = key_rows[i] + block_size;
+        /* Unsigned, so that a slot which no cache has only gives a row which no cache has. */
+        const uint64_t slot = slots[i] < 0 ? 0 : (uint64_t)slots[i], size = (uint64_t)block_size;
+        key_rows[i] = (int64_t)(slot + slot / size * size);
+        value_rows[i] = (int64_t)((uint64_t)key_rows[i] + size);
     }
 }
 

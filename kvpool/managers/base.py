@@ -168,10 +168,8 @@ class SingleTypeKVCacheManager(ABC):
             self.block_pool.touch(hits)
         elif hits:
             raise InvalidArgumentError("Computed blocks should be empty when prefix caching is disabled")
-        table = self.req_to_blocks[request_id]
-        table += [self._null_block] * num_skipped_blocks
-        table += hits
-        self.num_cached_block[request_id] = len(table)
+        self._add_to_table(request_id, [self._null_block] * num_skipped_blocks + hits)
+        self.num_cached_block[request_id] = num_skipped_blocks + len(hits)
         if self._has_partial_local_hit(hits, num_local_computed_tokens):
             # The block of its own that the request will get there is cached again when it is full.
             block_idx = num_local_computed_tokens // self.block_size
@@ -197,7 +195,7 @@ class SingleTypeKVCacheManager(ABC):
             return
         num_held_blocks = len(self.req_to_blocks.get(request_id, ()))
         new_blocks = self.block_pool.get_new_blocks(max(ceil_div(num_tokens, self.block_size) - num_held_blocks, 0))
-        self.req_to_blocks[request_id] += new_blocks
+        self._add_to_table(request_id, new_blocks)
         if self._record_new_block_ids and record_for_zeroing:
             self.new_block_ids += [block.block_id for block in new_blocks]
 
@@ -223,10 +221,18 @@ class SingleTypeKVCacheManager(ABC):
             self._apply_cow(request_id, *partial_hit, private_block)
             del self._partial_hit_reqs[request_id]
             self.new_block_ids.append(private_block.block_id)
-        self.req_to_blocks[request_id] += appended
+        self._add_to_table(request_id, appended)
         if self._record_new_block_ids:
             self.new_block_ids += [block.block_id for block in appended]
         return new_blocks
+
+    def _add_to_table(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
+        """References that the request holds now go into its table; where that has no memory, back to the pool."""
+        try:
+            self.req_to_blocks[request_id] += blocks
+        except BaseException:
+            self.block_pool.free_blocks(blocks, prepend=True)
+            raise
 
     def _apply_cow(self, request_id: str, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock) -> None:
         """Put cow_block in the place of source_block. The request's reference to the source and one more of the
