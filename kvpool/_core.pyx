@@ -133,19 +133,25 @@ cdef class BlockPoolBase(PrefixCache):
 
     def touch_ids(self, ids):
         """As ``touch`` for an int32 buffer of ids. O(len)."""
-        cdef BlockHome home = self.the_home()
+        self.the_home()
         cdef IdBuffer buffer
-        cdef IdCopy own
         cdef const int32_t *data
-        cdef Py_ssize_t i, n
-        if self.metrics_collector is None:
-            buffer = read_ids(ids, &data, &n)
-            self.touch_nodes(data, n, "touch_ids")
+        cdef Py_ssize_t n
+        if self.metrics_collector is not None:
+            self.touch_observed(ids)
             return
-        own = copy_ids(ids)  # a collector is code of the caller
+        buffer = read_ids(ids, &data, &n)
+        self.touch_nodes(data, n, "touch_ids")
+
+    cdef int touch_observed(self, object ids) except -1:
+        """A collector is code of the caller: the ids are copied."""
+        cdef BlockHome home = self.home
+        cdef IdCopy own = copy_ids(ids)
+        cdef Py_ssize_t i
         self.touch_nodes(own.data, own.length, "touch_ids")
         for i in range(own.length):
             self.metrics_collector.on_block_accessed(handle_of(home, own.data[i]))
+        return 0
 
     def find_prefix_ids(self, block_hashes, group_id=0, max_blocks=None):
         """Ids of the longest cached prefix: the first inserted block of each hash up to the first miss.

@@ -283,6 +283,8 @@ cdef class KVCacheManagerBase:
         num_new = max(num_required - num_hits - num_held, 0)
         if num_new + num_revived + num_kept > num_free - reserved_blocks:
             return None
+        if num_new == 0 and hits is None and (not self.caches or num_full <= max(num_cached, 0)):
+            return self.no_blocks
         return self.change(request, table, hits, hashes, num_new, max(num_cached, 0), num_full)
 
     cdef BlockSequence table_of(self, RequestBase request):

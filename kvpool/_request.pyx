@@ -89,9 +89,9 @@ cdef class RequestBase:
         self.hashes = []
 
     def __init__(self, list all_token_ids not None, block_hasher, Py_ssize_t hash_block_size):
-        self._all_token_ids = TokenList(all_token_ids)
-        self._output_token_ids = []
-        self.hashes = []
+        if PyList_GET_SIZE(self._all_token_ids) > 0 or PyList_GET_SIZE(self.hashes) > 0:  # initialised again
+            self._all_token_ids, self._output_token_ids, self.hashes = TokenList(), [], []
+        list.extend(self._all_token_ids, all_token_ids)
         self._block_hasher = block_hasher
         self.hash_block_size = hash_block_size
         self.native_hasher = None
