@@ -280,7 +280,7 @@ def test_calls_of_a_manager(groups: Any) -> None:
 def test_a_pool_that_cannot_be_had_says_so() -> None:
     if memory.CAN_FAIL:
         memory.fail_allocation(1)
-        with pytest.raises(MemoryError, match="^no memory for a pool of 5 blocks$"):
+        with pytest.raises(MemoryError, match=r"^no memory for a pool of 5 blocks$"):
             kvpool.BlockPool(5, True, 4)
         return
     resource = pytest.importorskip("resource")
