@@ -339,6 +339,7 @@ def test_a_truth_value_that_drops_the_hashes() -> None:
     assert len(request.block_hashes) == request.num_tokens // 4
 
 
+@pytest.mark.skipif(IS_PURE_PYTHON, reason="the twin counts from any start, however long that takes")
 def test_a_digest_that_is_none_or_changes_the_tokens() -> None:
     tokens = list(range(4000))
 

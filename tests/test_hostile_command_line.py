@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import IS_PURE_PYTHON
 
 pytest.importorskip("numpy")
+pytestmark = pytest.mark.skipif(IS_PURE_PYTHON, reason="the command line is the same, its replays take minutes")
 
 import typer.main
 from typer.testing import CliRunner
