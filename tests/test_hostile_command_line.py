@@ -15,12 +15,13 @@ import pytest
 from conftest import IS_PURE_PYTHON
 
 pytest.importorskip("numpy")
-pytestmark = pytest.mark.skipif(IS_PURE_PYTHON, reason="the command line is the same, its replays take minutes")
 
 import typer.main
 from typer.testing import CliRunner
 
 from kvpool.cli import app
+
+pytestmark = pytest.mark.skipif(IS_PURE_PYTHON, reason="the command line is the same, its replays take minutes")
 
 PURE_PYTHON = os.environ.get("KVPOOL_PURE_PYTHON") == "1"
 FASTEST = "reference" if PURE_PYTHON else "native"

@@ -20,7 +20,7 @@ from kvpool.reference.hash_map import BlockHashToBlockMap
 pytestmark = pytest.mark.slow
 
 SETTINGS = settings(
-    max_examples=400,
+    max_examples=1500,
     stateful_step_count=40,
     deadline=None,
     database=None,
