@@ -62,8 +62,10 @@ $(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES) requirements/ci.txt requirem
 demo: $(VENV)/.installed
 	$(BIN)/kvpool replay --compare native,reference
 
+# A process per core; what measures time runs alone.
 test: ctest $(VENV)/.installed
-	$(BIN)/pytest tests
+	$(BIN)/pytest -q tests -n auto --dist loadfile -m 'not timing'
+	$(BIN)/pytest -q tests -m timing
 
 # ---- C core ----
 
