@@ -88,7 +88,7 @@ class ContentsHistory(History):
         if self.layout.has("mamba") and self.layout.num_speculative_blocks == 0:
             self.options.max_drafts = 0  # there is no place for their states
         if seed % 3 == 1 and not self.layout.has("mamba"):
-            self.options.max_drafts = self.options.num_lookahead_tokens = 2
+            self.options.max_drafts, self.options.num_lookahead_tokens, self.options.budget = 2, 4, 3
             self.options.external = not self.layout.has("cross")
         self.request_class = REQUEST_CLASSES[backend_name]
         self.manager = manager = self.stacks[0].manager
@@ -260,7 +260,7 @@ def test_every_token_is_read_as_it_was_written(kind: str, backend_name: str) -> 
 def test_a_hit_that_was_given_away_is_refused(backend_name: str) -> None:
     """By the calls for kvpool's own requests; for those of others, see ``test_kv_cache_manager``."""
     layout = Layout([("full", 4, 0, False)], num_blocks=8)
-    manager = Stack(backend_name, layout).manager
+    manager = Stack(backend_name, layout, events=False).manager  # with events, all goes the general way
     hasher = STACKS[backend_name].BlockHasher("sha256", 4)
 
     def make_request(request_id: str, tokens: list[int]) -> Any:
@@ -279,3 +279,12 @@ def test_a_hit_that_was_given_away_is_refused(backend_name: str) -> None:
         manager.allocate_slots(second, 1, num_tokens, blocks)
     manager.block_pool.check()
     assert manager.block_pool.get_num_free_blocks() == 7
+
+
+@pytest.mark.parametrize("backend_name", BACKEND_NAMES)
+def test_only_what_a_step_computes_is_published(backend_name: str) -> None:
+    manager = Stack(backend_name, Layout([("full", 4, 0, False)], num_blocks=12), events=False).manager
+    hasher = STACKS[backend_name].BlockHasher("sha256", 4)
+    first, second = (REQUEST_CLASSES[backend_name](name, list(range(20)), hasher) for name in ("first", "second"))
+    assert manager.allocate_slots(first, 4, num_lookahead_tokens=8) is not None
+    assert manager.get_computed_blocks(second)[1] == 4

@@ -1,15 +1,20 @@
-"""The tests can fail: defects that real allocators had, put into the reference, are noticed by the random tests."""
+"""The tests can fail: defects that real allocators had, put into the reference, are noticed by the random tests.
+
+``tests.mutants`` builds more of them, in native code too, and runs the tests against each; here only that they could.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from churn import Churn, WrongContents
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from mutants.catalogue import FAULTS
 from test_state_machine import PoolsInStep
 from token_requests import TokenRequest, chained_digests
 
@@ -18,6 +23,8 @@ from kvpool.errors import BlockStateError
 from kvpool.reference.hash_map import BlockHashToBlockMap
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
 
 SETTINGS = settings(
     max_examples=1500,
@@ -205,3 +212,11 @@ def without_a_chain(token_ids: Sequence[int], hash_block_size: int) -> list[byte
 def test_the_churn_notices_wrong_hashes(digests: Any) -> None:
     with pytest.raises(WrongContents):
         Churn(reference.BlockPool(16, True, 4), 0, digests=digests).run(400)
+
+
+def test_faults_of_the_mutants_are_still_there_to_be_made() -> None:
+    """Their texts are in the tree. A name tells one."""
+    for fault in FAULTS:
+        for edit in fault.edits:
+            assert (ROOT / edit.path).read_text(encoding="utf-8").count(edit.old) == edit.count, (fault.name, edit.old)
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
