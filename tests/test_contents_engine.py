@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from interrupts import Interrupted, Interrupter
 from kv_contents import MessageWorker, StepFailed, generated
-from test_contents_scheduler import MANAGER_OPTIONS, MAX_MODEL_LEN, NUM_BLOCKS, SPECS, random_prompt
+from test_contents_scheduler import MANAGER_OPTIONS, MAX_MODEL_LEN, NUM_BLOCKS, SPECS
 
 import kvpool
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
@@ -77,7 +77,9 @@ class EngineHistory:
         return self.seen
 
     def prompt(self) -> list[int]:
-        return random_prompt(self.rng, self.families)
+        rng = self.rng
+        own = [rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 2, 3, 4]))]
+        return rng.choice(self.families)[: rng.choice([4, 8, 16, 24, rng.randint(1, 24)])] + own
 
     def add(self) -> None:
         prompt, max_tokens = self.prompt(), self.rng.randint(1, 14)

@@ -60,15 +60,6 @@ MANAGER_OPTIONS: dict[str, dict[str, Any]] = {"hits inside blocks": {"hash_block
 NUM_BLOCKS = {"window": (8, 12), "local": (8, 12)}
 
 
-def random_prompt(rng: random.Random, families: list[list[int]]) -> list[int]:
-    """The beginning of one of the families, often with a whole number of blocks; mostly with tokens of its own, now
-    and then with another token in the middle."""
-    prompt = rng.choice(families)[: rng.choice([4, 8, 16, 24, rng.randint(1, 24)])]
-    if rng.random() < 0.25:
-        prompt[rng.randrange(len(prompt))] = rng.randrange(50)
-    return prompt + [rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 2, 3, 4]))]
-
-
 class SchedulerHistory:
     """One history on one half.
 
@@ -156,7 +147,8 @@ class SchedulerHistory:
         rng = self.rng
         request_id = f"r{self.num_added}"
         self.num_added += 1
-        prompt = random_prompt(rng, self.families)
+        own = [rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 2, 3, 4]))]
+        prompt = rng.choice(self.families)[: rng.choice([4, 8, 16, 24, rng.randint(1, 24)])] + own
         max_tokens = min(rng.randint(1, 14), MAX_MODEL_LEN - len(prompt))
         salt = rng.choice([*[None] * 10, "salt", "X"])
         lora = rng.choice([*[None] * 10, "X", "poems"])
