@@ -203,6 +203,8 @@ class Engine:
         output = None
         try:
             self._is_computing = True
+            if self.scheduler.steps_under_way:  # Ctrl-C came while a step that had failed was being withdrawn
+                self.scheduler.withdraw()
             output = self.scheduler.schedule()
             if not output.num_scheduled_tokens and self.scheduler.has_unfinished_requests():
                 raise RuntimeError(f"step {output.step} has no tokens, but there are requests that wait")
@@ -255,6 +257,8 @@ class Engine:
                 self.scheduler.add_request(request, own_stop_token_ids)
             while self.scheduler.has_unfinished_requests():
                 for output in self.step():
+                    if output.request_id not in tokens:
+                        continue  # of a request that ended in a step before, whose call was interrupted
                     tokens[output.request_id] += output.new_token_ids
                     if output.error is not None:
                         errors[output.request_id] = output.error
