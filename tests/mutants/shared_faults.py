@@ -276,8 +276,8 @@ SHARED_FAULTS = [
         (
             Edit(
                 "kvpool/worker/engine.py",
-                "                self.scheduler.withdraw()\n",
-                "                self.scheduler.steps_under_way.clear()\n",
+                "                self.scheduler.withdraw()\n            elif",
+                "                self.scheduler.steps_under_way.clear()\n            elif",
             ),
         ),
         (engine_fails("full"), engine_fails("full and window")),
@@ -324,7 +324,12 @@ SHARED_FAULTS = [
         "blocks of a request that left during a withdrawn step are hit",
         (Edit(LIFECYCLE, "                step.abandoned_block_ids += block_ids\n", "                pass\n"),),
         (
-            (scheduler_fails("full", "native"), scheduler_fails("full and local", "native")),
+            (
+                scheduler_fails("full", "native"),
+                scheduler_fails("full", "native", "priority"),
+                scheduler_fails("sink", "native"),
+                scheduler_fails("full and local", "native"),
+            ),
             "tests/test_scheduler_withdrawal.py",
         ),
     ),

@@ -30,7 +30,7 @@ TWIN_FAULTS = [
                 "parent = BlockHash(digest(serialize((b'', block, None))))",
             ),
         ),
-        (manager("full", "reference"), scheduler("full", "reference")),
+        (manager("full", "reference"), "tests/test_block_hasher.py"),
     ),
     Fault(
         "twin: stale hash kept at eviction",
