@@ -271,6 +271,25 @@ def test_a_mamba_table_ends_with_the_longest_sequence(backend: SimpleNamespace) 
     assert len(stage.manager.get_block_ids("a")[0]) == 24 // 4
 
 
+def test_a_state_that_is_to_be_copied_may_not_leave_its_table(backend: SimpleNamespace) -> None:
+    """The hash of a prompt's end moves to a copy at the next step, unless that step is said to be far beyond it."""
+    config = make_config(Layout([("full", 2, 0, False), ("mamba_align", 8, 0, False)], 200))
+    manager = KVCacheManager(config, 24, block_pool_class=backend.BlockPool, hash_block_size=2)
+    request = OwnManagerRequest("a", range(7), 2, RequestStatus.RUNNING)
+    manager.allocate_slots(request, 6)
+    assert manager.get_block_ids("a")[1] == [4]
+    request.append_output_token_ids(list(range(15)))
+    num_free = manager.block_pool.get_num_free_blocks()
+    request.num_computed_tokens = 20
+    with pytest.raises(BlockStateError, match=r"block 0 of request 'a'.* has left its table"):
+        manager.allocate_slots(request, 1)
+    assert manager.get_block_ids("a") == ([1, 2, 3], [0])  # no token attends to it
+    assert manager.block_pool.get_num_free_blocks() == num_free + 1
+    manager.block_pool.check()
+    manager.free(request)
+    manager.block_pool.check()
+
+
 @pytest.mark.parametrize("is_running", [True, False])
 def test_an_allocation_that_fails_in_the_middle_is_undone(
     make_stage: Any, monkeypatch: pytest.MonkeyPatch, is_running: bool

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.kv_cache_spec import AttentionSpec, KVCacheSpec, ceil_div
 
 if TYPE_CHECKING:
@@ -207,6 +207,7 @@ class SingleTypeKVCacheManager(ABC):
 
         Raises:
             NoFreeBlocksError: too few are free; nothing has changed.
+            BlockStateError: a hit that ends inside a block isn't in the table any more; nothing has changed.
         """
         num_held_blocks = len(self.req_to_blocks.get(request_id, ()))
         num_appended = max(ceil_div(num_tokens, self.block_size) - num_held_blocks, 0)
@@ -216,6 +217,7 @@ class SingleTypeKVCacheManager(ABC):
                 return []
             appended = new_blocks = self.block_pool.get_new_blocks(num_appended)
         else:
+            self._require_in_table(request_id, *partial_hit)
             new_blocks = self.block_pool.get_new_blocks(1 + num_appended)
             private_block, *appended = new_blocks
             self._apply_cow(request_id, *partial_hit, private_block)
@@ -234,12 +236,19 @@ class SingleTypeKVCacheManager(ABC):
             self.block_pool.free_blocks(blocks, prepend=True)
             raise
 
+    def _require_in_table(self, request_id: str, block_idx: int, source_block: KVCacheBlock) -> None:
+        """A block that is going to be copied may have been given back, if the counts of its request jump."""
+        table = self.req_to_blocks.get(request_id, ())
+        if block_idx >= len(table) or table[block_idx] is not source_block:
+            raise BlockStateError(
+                f"block {block_idx} of request {request_id!r}, which was to be copied, has left its table: more tokens "
+                "are said to be computed than can be"
+            )
+
     def _apply_cow(self, request_id: str, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock) -> None:
         """Put cow_block in the place of source_block. The request's reference to the source and one more of the
         copy live until the contents are copied, so that neither is reused before."""
-        table = self.req_to_blocks[request_id]
-        assert table[block_idx] is source_block, "the hit that ends inside a block has left the table"
-        table[block_idx] = cow_block
+        self.req_to_blocks[request_id][block_idx] = cow_block
         self._pending_cow_copies.append((source_block, cow_block))
         cow_block.ref_cnt += 1
 

@@ -189,6 +189,8 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         for block in moved:
             if not self.block_pool.is_block_writable(block):
                 raise BlockStateError(f"a scratch block of request {request_id!r} is shared or cached: {block!r}")
+        if partial_hit is not None:
+            self._require_in_table(request_id, *partial_hit)
         num_appended = max(num_required_blocks - num_held_blocks - num_nulls - num_moved, 0)
         new_blocks = self.block_pool.get_new_blocks(num_appended + (partial_hit is not None))
 
@@ -201,7 +203,7 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         if partial_hit is not None:
             private_block, *new_blocks = new_blocks
             if is_running:
-                self._keep_state_in_copy(*partial_hit, private_block, table)
+                self._keep_state_in_copy(partial_hit[1], private_block)
             else:
                 self._apply_cow(request_id, *partial_hit, private_block)
                 returned_blocks.insert(0, private_block)
@@ -210,11 +212,8 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         self._allocated_block_reqs.add(request_id)
         return returned_blocks + new_blocks
 
-    def _keep_state_in_copy(
-        self, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock, table: Sequence[KVCacheBlock]
-    ) -> None:
+    def _keep_state_in_copy(self, source_block: KVCacheBlock, cow_block: KVCacheBlock) -> None:
         """Move the hash of a running state to a block that will hold a copy of it."""
-        assert table[block_idx] is source_block, "the state that was cached has left the table"
         # The copy is asked for before it can be hit: whoever is interrupted here takes back what was asked for.
         self._pending_cow_copies.append((source_block, cow_block))
         self.block_pool.move_block_hashes(source_block, cow_block)
