@@ -431,20 +431,37 @@ cdef class KVCacheManagerBase:
         return count
 
     def get_computed_blocks(self, request):
-        cdef RequestBase ours
-        cdef list hashes
         cdef BlockSequence hits
-        cdef Py_ssize_t n
-        if (self.pool is None or not self.caches or not isinstance(request, RequestBase)
-                or request.skip_reading_prefix_cache):
+        if not self.looks_up(request):
             return super().get_computed_blocks(request)
-        ours = <RequestBase>request
-        hashes = ours.current_hashes()
-        n = min(PyList_GET_SIZE(hashes), (PyList_GET_SIZE(ours._all_token_ids) - 1) // self.block_size)
-        hits = self.find_prefix(hashes, n) if n > 0 else None
+        hits = self.prefix_hit(request)
         if hits is None:
             return self.no_blocks, 0
         return self.blocks_class((hits,)), hits.length * self.block_size
+
+    def get_computed_blocks_and_boundary(self, request):
+        cdef BlockSequence hits
+        if not self.looks_up(request):
+            return super().get_computed_blocks_and_boundary(request)
+        hits = self.prefix_hit(request)
+        if hits is None:
+            return self.no_blocks, 0, 0
+        return self.blocks_class((hits,)), hits.length * self.block_size, 0  # one group agrees with itself
+
+    cdef bint looks_up(self, object request) except -1:
+        """Whether the request's hit is found here. The general code serves requests of others, one that skips the cache
+        and one whose hits are events."""
+        if not isinstance(request, RequestBase) or (<RequestBase>request).skip_reading_prefix_cache:
+            return False
+        if (self.pool is not None and self.pool.enable_kv_cache_events
+                and getattr(request, "kv_cache_report_mode", "incremental") == "full"):
+            return False
+        return self.pool is not None and self.caches  # last: the request's own code may have bound another pool
+
+    cdef BlockSequence prefix_hit(self, RequestBase request):
+        cdef list hashes = request.current_hashes()
+        cdef Py_ssize_t n = min(PyList_GET_SIZE(hashes), (PyList_GET_SIZE(request._all_token_ids) - 1) // self.block_size)
+        return self.find_prefix(hashes, n) if n > 0 else None
 
     cdef BlockSequence find_prefix(self, list hashes, Py_ssize_t n):
         cdef int32_t small[SMALL]

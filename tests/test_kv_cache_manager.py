@@ -798,6 +798,59 @@ def test_reused_blocks_are_reported_to_who_wants_all(make_manager: Any) -> None:
     assert event.token_ids == tokens(8) and len(event.block_hashes) == 2
 
 
+def test_reused_blocks_of_kvpools_own_requests_are_reported_too(make_manager: Any) -> None:
+    class TellsAll(OwnManagerRequest):
+        kv_cache_report_mode = "full"
+
+    manager = make_manager(10, enable_kv_cache_events=True)
+    publish_and_free(manager, tokens(9))
+    manager.take_events()
+    manager.get_computed_blocks(OwnManagerRequest("r", tokens(9), 4, Status.WAITING))
+    assert manager.take_events() == []
+    for look_up in (manager.get_computed_blocks, manager.get_computed_blocks_and_boundary):
+        look_up(TellsAll("r", tokens(9), 4, Status.WAITING))
+        (event,) = manager.take_events()
+        assert event.token_ids == tokens(8) and len(event.block_hashes) == 2
+
+
+def test_both_lookups_find_the_same(make_manager: Any) -> None:
+    manager = make_manager(10)
+    publish_and_free(manager, tokens(9))
+    for length, num_hit in ((3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (20, 8)):
+        request = OwnManagerRequest("r", tokens(length), 4, Status.WAITING)
+        blocks, *numbers = manager.get_computed_blocks_and_boundary(request)
+        assert numbers == [num_hit, 0]
+        pair = manager.get_computed_blocks(request)
+        assert (pair[0].get_block_ids(), pair[1]) == (blocks.get_block_ids(), num_hit)
+        assert (blocks is manager.empty_kv_cache_blocks) == (num_hit == 0)
+    skips = OwnManagerRequest("r", tokens(9), 4, Status.WAITING, skip_reading_prefix_cache=True)
+    assert manager.get_computed_blocks_and_boundary(skips) == (manager.empty_kv_cache_blocks, 0, 0)
+
+
+@pytest.mark.skipif(_backend.BACKEND != "native", reason="of the compiled calls")
+def test_a_schedulers_lookup_is_compiled(make_manager: Any, backend: SimpleNamespace) -> None:
+    """Its hit is a table, not a list of blocks: with a list, the allocation would go to the general code as well."""
+    manager = make_manager(10)
+    publish_and_free(manager, tokens(9))
+    blocks, _, _ = manager.get_computed_blocks_and_boundary(OwnManagerRequest("r", tokens(9), 4, Status.WAITING))
+    assert (type(blocks.blocks[0]) is list) == (backend.name == "reference")
+
+
+@pytest.mark.skipif(_backend.BACKEND != "native", reason="of the compiled calls")
+def test_a_request_that_takes_the_pool_away_while_it_is_looked_up(make_manager: Any) -> None:
+    class Taking:
+        def __bool__(self) -> bool:
+            manager.unbind()
+            return False
+
+    manager = make_manager(10)
+    publish_and_free(manager, tokens(9))
+    request = OwnManagerRequest("r", tokens(9), 4, Status.WAITING)
+    request.skip_reading_prefix_cache = Taking()
+    for look_up in (manager.get_computed_blocks, manager.get_computed_blocks_and_boundary):
+        assert look_up(request)[1] == 8
+
+
 def test_new_blocks_to_zero(make_manager: Any) -> None:
     plain = make_manager(10)
     allocate(plain, ManagerRequest("r", tokens(9)))

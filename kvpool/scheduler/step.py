@@ -86,7 +86,7 @@ class Step:
         return [
             NewRequestData(
                 request.request_id,
-                list(request.all_token_ids[: request.num_prompt_tokens]),
+                request.all_token_ids[: request.num_prompt_tokens],
                 self._new_block_ids[request.request_id] or (),
                 request.num_computed_tokens,
                 request.lora_name,
