@@ -170,7 +170,7 @@ SHARED_FAULTS = [
     ),
     Fault(
         "a hit inside a block is continued in place",
-        (Edit(BASE, "        table[block_idx] = cow_block\n", ""),),
+        (Edit(BASE, "        self.req_to_blocks[request_id][block_idx] = cow_block\n", ""),),
         (
             (manager("hybrid_mamba", "native"), scheduler("hits inside blocks", "native")),
             "tests/test_kv_cache_manager.py",
