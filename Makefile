@@ -18,7 +18,7 @@ VLLM_NEXT := 0.33.0
 NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookahead tables register drift closure contents_lockstep self_check
 LEG := build/legs
 
-.PHONY: help demo test ctest asan valgrind fuzz soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
+.PHONY: help demo test ctest asan valgrind fuzz mutants soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
         conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist lock audit clean
 
 help:
@@ -95,11 +95,16 @@ valgrind: $(addprefix build/valgrind/,$(C_TESTS))
 # ---- fuzzers and soak: docs/testing-safety.md ----
 
 MINUTES ?= 2
+FUZZ_SEED ?= $(shell od -An -N4 -tu4 /dev/urandom)
 SOAK_MINUTES ?= 10
 SOAK_SEED ?= 1
 
 fuzz: $(VENV)/.installed
-	$(BIN)/python -m fuzz.run all --minutes $(MINUTES)
+	$(BIN)/python -m fuzz.run all --minutes $(MINUTES) --seed $(FUZZ_SEED)
+
+# Builds each seeded fault and shows which test notices it; --quick: those that need no build.
+mutants: $(VENV)/.installed
+	$(BIN)/python -m tests.mutants
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m fuzz.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)

@@ -224,7 +224,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
                 request that has blocks, more computed tokens than it has or can have, fewer block hashes than tokens,
                 full blocks of tokens beyond ``max_model_len`` to publish. Nothing has changed.
             BlockStateError: with ``verify_hits``, a block of the hit was given away since the lookup. Nothing has
-                changed; look up again.
+                changed; look up again. More tokens are computed than a state reaches that is to be copied.
             TypeError: a number that is no integer. Nothing has changed.
             NoFreeBlocksError: the request's counts don't go with its tables. Nothing has changed, as for None.
 
@@ -278,6 +278,9 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
                     coordinator.single_type_managers, request, hits, num_local_computed_tokens, total_computed_tokens
                 )
 
+        num_processed_tokens = max(0, computed_tokens - request.num_in_flight_tokens)
+        for manager in coordinator.single_type_managers:
+            manager.refuse_lost_source(request_id, num_processed_tokens)
         watermark_blocks = 0
         if has_scheduled_reqs and self.watermark_blocks and request.status.name in _STATUSES_NOT_RUNNING:
             watermark_blocks = self.watermark_blocks
@@ -302,7 +305,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         # their windows, and rejected drafts take the boundary back.
         coordinator.remove_skipped_blocks(
             request_id,
-            max(0, computed_tokens - request.num_in_flight_tokens),
+            num_processed_tokens,
             num_prompt_tokens=request.num_prompt_tokens,
         )
         num_blocks = coordinator.get_num_blocks_to_allocate(
@@ -347,6 +350,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         Raises:
             InvalidArgumentError: a negative number of computed tokens, fewer block hashes than tokens, a full block of
                 tokens beyond ``max_model_len`` to publish. Nothing has changed for any of the requests.
+            BlockStateError: see ``allocate_slots``. Nothing has changed for any of the requests.
         """
         requests = list(requests)
         for request in requests:
@@ -357,6 +361,9 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
                 refuse_missing_hashes(request, num_tokens, self.hash_block_size)
                 if num_tokens > self.max_model_len:
                     refuse_tokens_without_slots(self.coordinator, request, num_tokens, self.max_model_len)
+                num_processed_tokens = min(request.num_computed_tokens, self.max_model_len) - request.num_in_flight_tokens
+                for manager in self.coordinator.single_type_managers:
+                    manager.refuse_lost_source(request.request_id, max(0, num_processed_tokens))
         return [self.allocate_slots(request, 1) for request in requests]
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:

@@ -281,10 +281,14 @@ def test_a_state_that_is_to_be_copied_may_not_leave_its_table(backend: SimpleNam
     request.append_output_token_ids(list(range(15)))
     num_free = manager.block_pool.get_num_free_blocks()
     request.num_computed_tokens = 20
-    with pytest.raises(BlockStateError, match=r"block 0 of request 'a'.* has left its table"):
+    with pytest.raises(BlockStateError, match=r"block 0 of request .a., which .* with 20 computed"):
         manager.allocate_slots(request, 1)
-    assert manager.get_block_ids("a") == ([1, 2, 3], [0])  # no token attends to it
-    assert manager.block_pool.get_num_free_blocks() == num_free + 1
+    other = OwnManagerRequest("b", range(100, 107), 2, RequestStatus.RUNNING)
+    with pytest.raises(BlockStateError, match=r"request .a."):
+        manager.allocate_decode([other, request])
+    assert manager.get_block_ids("b") == ([], [])
+    assert manager.get_block_ids("a") == ([1, 2, 3], [4])
+    assert manager.block_pool.get_num_free_blocks() == num_free
     manager.block_pool.check()
     manager.free(request)
     manager.block_pool.check()

@@ -217,7 +217,7 @@ class SingleTypeKVCacheManager(ABC):
                 return []
             appended = new_blocks = self.block_pool.get_new_blocks(num_appended)
         else:
-            self._require_in_table(request_id, *partial_hit)
+            self.refuse_lost_source(request_id, 0)
             new_blocks = self.block_pool.get_new_blocks(1 + num_appended)
             private_block, *appended = new_blocks
             self._apply_cow(request_id, *partial_hit, private_block)
@@ -236,13 +236,18 @@ class SingleTypeKVCacheManager(ABC):
             self.block_pool.free_blocks(blocks, prepend=True)
             raise
 
-    def _require_in_table(self, request_id: str, block_idx: int, source_block: KVCacheBlock) -> None:
-        """A block that is going to be copied may have been given back, if the counts of its request jump."""
+    def refuse_lost_source(self, request_id: str, num_processed_tokens: int) -> None:
+        """BlockStateError if the block that the request's next step has to copy is not in its table any more, or would
+        leave it in ``remove_skipped_blocks(request_id, num_processed_tokens)``."""
+        if request_id not in self._partial_hit_reqs:
+            return
+        block_idx, source_block = self._partial_hit_reqs[request_id]
         table = self.req_to_blocks.get(request_id, ())
-        if block_idx >= len(table) or table[block_idx] is not source_block:
+        is_skipped = block_idx < self.get_num_skipped_tokens(num_processed_tokens) // self.block_size
+        if is_skipped or block_idx >= len(table) or table[block_idx] is not source_block:
             raise BlockStateError(
-                f"block {block_idx} of request {request_id!r}, which was to be copied, has left its table: more tokens "
-                "are said to be computed than can be"
+                f"block {block_idx} of request {request_id!r}, which its next step has to copy, is not in its table with "
+                f"{num_processed_tokens} computed tokens"
             )
 
     def _apply_cow(self, request_id: str, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock) -> None:

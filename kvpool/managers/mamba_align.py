@@ -189,8 +189,7 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         for block in moved:
             if not self.block_pool.is_block_writable(block):
                 raise BlockStateError(f"a scratch block of request {request_id!r} is shared or cached: {block!r}")
-        if partial_hit is not None:
-            self._require_in_table(request_id, *partial_hit)
+        self.refuse_lost_source(request_id, 0)
         num_appended = max(num_required_blocks - num_held_blocks - num_nulls - num_moved, 0)
         new_blocks = self.block_pool.get_new_blocks(num_appended + (partial_hit is not None))
 

@@ -61,7 +61,7 @@ class RequestLifecycle:
         self._counts = Counts()
         self._change: Callable[[], None] | None = None
         self._preemption: Callable[[], None] | None = None  # the same for a preemption, as part of another change
-        self._undelivered: list[RequestOutput] = []  # of a call that was interrupted when its tokens were taken
+        self.outputs: list[RequestOutput] = []
 
     def _settle(self) -> None:
         """Takes a call back that was interrupted, or completes it, so that it has happened or has not."""
@@ -145,7 +145,7 @@ class RequestLifecycle:
             wanted = [request_ids] if isinstance(request_ids, str) else dict.fromkeys(request_ids)
             ended = [self.requests[request_id] for request_id in wanted if request_id in self.requests]
         try:
-            self._end([(request, finished_status) for request in ended], [])
+            self._end([(request, finished_status) for request in ended])
         except BaseException:
             self._settle()
             raise
@@ -256,22 +256,15 @@ class RequestLifecycle:
             if request in step.requests:
                 step.abandoned_block_ids += block_ids
 
-    def _end(self, ended: list[tuple[Request, RequestStatus]], outputs: list[RequestOutput]) -> None:
+    def _end(self, ended: list[tuple[Request, RequestStatus]]) -> None:
         """Takes requests out of their queues, ``running`` in one walk, and frees what they hold.
 
         Args:
             ended: with their new statuses.
-            outputs: what the caller would get; the next one gets it where this call is interrupted.
         """
-        complete = partial(self._complete_end, ended, self._counts.finished_requests + len(ended))
-        self._change = partial(self._complete_interrupted_end, complete, outputs)
+        self._change = complete = partial(self._complete_end, ended, self._counts.finished_requests + len(ended))
         complete()
         self._change = None
-
-    def _complete_interrupted_end(self, complete: Callable[[], None], outputs: list[RequestOutput]) -> None:
-        complete()
-        if outputs:
-            self._undelivered = outputs
 
     def _complete_end(self, ended: list[tuple[Request, RequestStatus]], num_finished_requests: int) -> None:
         leaving = set()

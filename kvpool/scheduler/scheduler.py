@@ -106,6 +106,7 @@ class Scheduler(StepWithdrawal):
         waiting: the queue of those that don't run, preempted ones included.
         running: those that do, in the order of service; the last one is the first to be preempted.
         steps_under_way: steps whose tokens are not known yet, oldest first.
+        outputs: what ``update_from_output`` has not returned yet: empty, unless a call was interrupted.
 
     Raises:
         InvalidArgumentError: chunked prefill is off, and a step is too small for a sequence of ``max_model_len``; a
@@ -357,21 +358,35 @@ class Scheduler(StepWithdrawal):
                 blocks that it alone uses can't be hit any more, as nobody knows what is in them.
 
         Returns:
-            The new tokens of each request, in the order of the step.
+            The new tokens of each request, in the order of the step; before them those of a call that was interrupted
+            after it had taken its tokens.
 
         Raises:
             InvalidArgumentError: another step is the oldest; a token is missing or superfluous.
             TypeError: a token is no int. After an error nothing has changed.
         """
+        self.take_tokens(scheduler_output, sampled_token_ids, errors)
+        outputs = self.outputs
+        self.outputs = []
+        return outputs
+
+    def take_tokens(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Mapping[str, Iterable[int]],
+        errors: Mapping[str, str] = _NO_ERRORS,
+    ) -> None:
+        """``update_from_output`` that leaves what it has to say in ``outputs``: for callers that Ctrl-C must not cost a
+        token, which it may do while a returned list is on its way."""
         self._settle()
         if not scheduler_output.num_scheduled_tokens:
-            return []
+            return
         if not self.steps_under_way or self.steps_under_way[0].number != scheduler_output.step:
             oldest = f"the oldest is {self.steps_under_way[0].number}" if self.steps_under_way else "none is under way"
             raise InvalidArgumentError(f"the tokens of step {scheduler_output.step} are not due: {oldest}")
         step = self.steps_under_way[0]
         tokens = read_sampled_tokens(step, self.requests, sampled_token_ids, errors)
-        outputs = self._undelivered
+        outputs = self.outputs
         ended: list[tuple[Request, RequestStatus]] = []
         self._change = partial(self._take_back_tokens_of, step, len(outputs))
         try:
@@ -390,34 +405,31 @@ class Scheduler(StepWithdrawal):
                     output.stop_token_id = token_ids[-1] if status is RequestStatus.FINISHED_STOPPED else None
             self._last_taken_step = step.number
             if errors:
-                self._fail(step, errors, ended, outputs)
+                self._fail(step, errors, ended)
             if ended:
-                self._end(ended, outputs)
+                self._end(ended)
             self._change = None
-            self._undelivered = []
         except BaseException:
             self._settle()
             raise
-        return outputs
 
     def _fail(
         self,
         step: StepUnderWay,
         errors: Mapping[str, str],
         ended: list[tuple[Request, RequestStatus]],
-        outputs: list[RequestOutput],
     ) -> None:
         """Adds to the ended requests, and to the outputs, those that could not be computed."""
         for request in step.requests:
             error = errors.get(request.request_id)
             if error is not None and self.requests.get(request.request_id) is request:
                 ended.append((request, RequestStatus.FINISHED_ERROR))
-                outputs.append(RequestOutput(request.request_id, [], finish_reason="error", error=error))
+                self.outputs.append(RequestOutput(request.request_id, [], finish_reason="error", error=error))
 
     def _take_back_tokens_of(self, step: StepUnderWay, num_outputs: int) -> None:
         """As if the step's tokens had not come."""
         self._last_taken_step = step.number - 1
-        del self._undelivered[num_outputs:]
+        del self.outputs[num_outputs:]
         if not self.steps_under_way or self.steps_under_way[0] is not step:
             self.steps_under_way.appendleft(step)
         counts = step.num_computed_tokens or ()

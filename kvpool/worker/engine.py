@@ -193,7 +193,8 @@ class Engine:
 
         After any exception, of the executor or by Ctrl-C, the step is withdrawn: the next call computes it again,
         unless ``scheduler.finish_requests`` ends its requests before. Whether the executor is of use then, it says
-        itself.
+        itself. Where Ctrl-C comes after the tokens were taken, the next call returns them, also when all requests have
+        finished.
 
         Raises:
             EngineStateError: a step is being computed; that one goes on.
@@ -210,7 +211,8 @@ class Engine:
                 raise RuntimeError(f"step {output.step} has no tokens, but there are requests that wait")
             self._note_cached_tokens(output)
             result = self._executor.execute(output)
-            outputs = self.scheduler.update_from_output(output, result.tokens, result.errors)
+            self.scheduler.take_tokens(output, result.tokens, result.errors)
+            self._add_cached_tokens()
         except BaseException:
             if self.scheduler.steps_under_way:
                 self.scheduler.withdraw()
@@ -219,11 +221,19 @@ class Engine:
             raise
         finally:
             self._is_computing = False
-        for request_output in outputs:
-            request_output.num_cached_tokens = self._num_cached_tokens.get(request_output.request_id, 0)
-            if request_output.finish_reason is not None:
-                self._num_cached_tokens.pop(request_output.request_id, None)
+        # Nothing is called from here to the caller, so that no signal comes in between.
+        outputs = self.scheduler.outputs
+        self.scheduler.outputs = []
         return outputs
+
+    def _add_cached_tokens(self) -> None:
+        """Says it in the outputs. May be interrupted, and repeated."""
+        for output in self.scheduler.outputs:
+            num_cached_tokens = self._num_cached_tokens.get(output.request_id)
+            if num_cached_tokens is not None:
+                output.num_cached_tokens = num_cached_tokens
+                if output.finish_reason is not None:
+                    self._num_cached_tokens.pop(output.request_id, None)
 
     def _note_cached_tokens(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:  # those that were aborted: no other output tells of them
@@ -258,7 +268,7 @@ class Engine:
             while self.scheduler.has_unfinished_requests():
                 for output in self.step():
                     if output.request_id not in tokens:
-                        continue  # of a request that ended in a step before, whose call was interrupted
+                        continue  # of a step before this call, which was interrupted
                     tokens[output.request_id] += output.new_token_ids
                     if output.error is not None:
                         errors[output.request_id] = output.error
