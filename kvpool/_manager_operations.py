@@ -361,9 +361,11 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
                 refuse_missing_hashes(request, num_tokens, self.hash_block_size)
                 if num_tokens > self.max_model_len:
                     refuse_tokens_without_slots(self.coordinator, request, num_tokens, self.max_model_len)
-                num_processed_tokens = min(request.num_computed_tokens, self.max_model_len) - request.num_in_flight_tokens
+                computed_tokens = min(request.num_computed_tokens, self.max_model_len)
                 for manager in self.coordinator.single_type_managers:
-                    manager.refuse_lost_source(request.request_id, max(0, num_processed_tokens))
+                    manager.refuse_lost_source(
+                        request.request_id, max(0, computed_tokens - request.num_in_flight_tokens)
+                    )
         return [self.allocate_slots(request, 1) for request in requests]
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:

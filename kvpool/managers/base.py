@@ -246,8 +246,8 @@ class SingleTypeKVCacheManager(ABC):
         is_skipped = block_idx < self.get_num_skipped_tokens(num_processed_tokens) // self.block_size
         if is_skipped or block_idx >= len(table) or table[block_idx] is not source_block:
             raise BlockStateError(
-                f"block {block_idx} of request {request_id!r}, which its next step has to copy, is not in its table with "
-                f"{num_processed_tokens} computed tokens"
+                f"block {block_idx} of request {request_id!r}, which its next step has to copy, is not in its table "
+                f"with {num_processed_tokens} computed tokens"
             )
 
     def _apply_cow(self, request_id: str, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock) -> None:
