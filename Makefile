@@ -26,6 +26,7 @@ help:
 	@echo 'ctest asan              the C core alone; under ASan + UBSan'
 	@echo 'valgrind                the C core alone, under valgrind'
 	@echo 'fuzz MINUTES=n          all fuzzers for n minutes together (docs/testing-safety.md)'
+	@echo 'mutants                 builds each seeded fault and shows which tests notice it'
 	@echo 'soak SOAK_MINUTES=n     up to 10^9 random block operations, checked; goes on where it stopped'
 	@echo 'test-debug              the tests on a build with the asserts of the C core'
 	@echo 'test-sanitize           the tests on a build under ASan + UBSan; test-sanitize-all: the slow ones too'
