@@ -9,6 +9,7 @@ from kvpool._block cimport BlockHome, handle_of, key_bytes, kvpool_lock_acquire,
 from kvpool._kvp cimport KVP_NONE, kvp_map_entry, kvp_pool_next_secondary
 
 from collections.abc import Mapping
+from operator import index
 
 
 @cython.no_gc
@@ -29,14 +30,14 @@ cdef class BlockList(PoolView):
     def __len__(self):
         return self.home.num_handles
 
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [handle_of(self.home, i) for i in range(*index.indices(self.home.num_handles))]
-        cdef Py_ssize_t i = index
+    def __getitem__(self, which):
+        if isinstance(which, slice):
+            return [handle_of(self.home, i) for i in range(*which.indices(self.home.num_handles))]
+        cdef Py_ssize_t i = which
         if i < 0:
             i += self.home.num_handles
         if i < 0 or i >= self.home.num_handles:
-            raise IndexError(f"block id {index} is not in 0 .. {self.home.num_handles - 1}")
+            raise IndexError(f"block id {which} is not in 0 .. {self.home.num_handles - 1}")
         return handle_of(self.home, <int32_t>i)
 
     def __iter__(self):
@@ -56,7 +57,12 @@ cdef class SecondaryKeys(PoolView):
         cdef long node
         cdef int overflow = 0
         # The number itself, whatever its class makes of a comparison.
-        node = PyLong_AsLongAndOverflow(block_id, &overflow) if PyLong_Check(block_id) else -1
+        if not PyLong_Check(block_id):
+            try:
+                block_id = index(block_id)
+            except TypeError:
+                return frozenset()
+        node = PyLong_AsLongAndOverflow(block_id, &overflow)
         if overflow == 0 and 0 <= node < self.home.num_handles:
             kvpool_lock_acquire(&self.home.lock)
             while True:

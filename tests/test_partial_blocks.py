@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from pool_state import free_ids, state_of
 from test_cache_blocks import found
@@ -74,6 +75,8 @@ def test_secondary_hashes_are_a_read_only_mapping(make_pool: Any, make_request: 
     assert (list(secondary.keys()), list(secondary.values())) == ([1, 2], [{key}, {key}])
     assert secondary.get(1) == {key} and secondary.get(3) is None and secondary.get(3, "none") == "none"
     assert 3 not in secondary and -1 not in secondary and 99 not in secondary and "1" not in secondary
+    assert secondary[True] == secondary[np.int64(1)] == {key}
+    assert 1.0 not in secondary and None not in secondary and [1] not in secondary
     with pytest.raises(TypeError):
         secondary[3] = {key}
     with pytest.raises(KeyError):

@@ -10,6 +10,7 @@ P5. Secondary hashes are in the map, and the lists of them are not empty.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,14 @@ class SecondaryHashes(Mapping[int, "frozenset[BlockHashWithGroupId]"]):
         self._keys_by_id = keys_by_id
 
     def __getitem__(self, block_id: int) -> frozenset[BlockHashWithGroupId]:
-        return frozenset(self._keys_by_id[block_id])
+        try:
+            # The number itself, whatever its class makes of a comparison.
+            number = int.__index__(block_id if isinstance(block_id, int) else operator.index(block_id))
+        except TypeError:
+            raise KeyError(block_id) from None
+        if number not in self._keys_by_id:
+            raise KeyError(block_id)
+        return frozenset(self._keys_by_id[number])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._keys_by_id)
