@@ -46,7 +46,7 @@ SOURCES = [
 ]
 HEADERS = [
     *("csrc/kvp.h", "csrc/kvp_alloc.h", "csrc/kvp_block_hash.h", "csrc/kvp_block_table.h", "csrc/kvp_internal.h"),
-    *("csrc/kvp_table_internal.h", "kvpool/_lock.h", "kvpool/_memory.h"),
+    *("csrc/kvp_table_internal.h", "kvpool/_lock.h", "kvpool/_memory.h", "kvpool/_plain.h"),
 ]
 MODULES = [
     *(

@@ -12,6 +12,7 @@ cdef class RequestBase:
     cdef readonly TokenList _all_token_ids
     cdef readonly list _output_token_ids
     cdef readonly object _block_hasher
+    cdef readonly object _before_append
     cdef list hashes
     cdef Py_ssize_t hash_block_size
     cdef BlockHasherBase native_hasher

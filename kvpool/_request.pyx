@@ -2,9 +2,10 @@
 # cython: embedsignature=True, freethreading_compatible=True
 """What a scheduler does with a request at every step, native: its tokens, their number, and the block hashes that
 follow them. ``kvpool.reference.request`` says the same in Python."""
+from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE, PyList_GetSlice
 from cpython.long cimport PyLong_CheckExact
-from cpython.object cimport PyObject
+from libc.math cimport isfinite
 
 from kvpool._hash cimport BlockHasherBase
 
@@ -13,6 +14,11 @@ from kvpool._request_operations import to_token_ids
 
 cdef extern from "Python.h":
     const Py_ssize_t NOTHING_CHANGED "PY_SSIZE_T_MAX"
+    int cut_list "PyList_SetSlice"(list items, Py_ssize_t first, Py_ssize_t past, void *nothing) except -1
+
+cdef extern from "_plain.h":
+    bint kvpool_is_token_id(object number) noexcept
+    bint kvpool_is_ascii(object text) noexcept
 
 
 cdef class TokenList(list):
@@ -71,12 +77,8 @@ cdef class TokenList(list):
         return self
 
 
-cdef bint are_ints(list tokens) noexcept:
-    cdef Py_ssize_t i
-    for i in range(PyList_GET_SIZE(tokens)):
-        if not PyLong_CheckExact(<object>PyList_GET_ITEM(tokens, i)):
-            return False
-    return True
+cdef inline bint is_text_or_none(object text) noexcept:
+    return text is None or kvpool_is_ascii(text)
 
 
 cdef class RequestBase:
@@ -100,9 +102,26 @@ cdef class RequestBase:
         self.spec_token_ids = []
 
     @staticmethod
-    def has_only_ints(list tokens not None):
-        """Whether all tokens are exact ints."""
-        return are_ints(tokens)
+    def are_token_ids(list tokens not None):
+        """Whether all are exact ints from 0 to ``MAX_TOKEN_ID``."""
+        cdef Py_ssize_t i
+        for i in range(PyList_GET_SIZE(tokens)):
+            if not kvpool_is_token_id(<object>PyList_GET_ITEM(tokens, i)):
+                return False
+        return True
+
+    @staticmethod
+    def are_plain(request_id, max_tokens, priority, arrival_time, skip_reading_prefix_cache, cache_salt, session_id):
+        """Whether these arguments of a request are what they are stored as, and in range."""
+        return (
+            kvpool_is_ascii(request_id)
+            and PyLong_CheckExact(max_tokens) and max_tokens > 0
+            and PyLong_CheckExact(priority)
+            and (arrival_time is None or PyFloat_CheckExact(arrival_time) and isfinite(PyFloat_AS_DOUBLE(arrival_time)))
+            and (skip_reading_prefix_cache is False or skip_reading_prefix_cache is True)
+            and is_text_or_none(cache_salt)
+            and is_text_or_none(session_id)
+        )
 
     @property
     def num_tokens(self):
@@ -123,6 +142,7 @@ cdef class RequestBase:
             self._all_token_ids.first_changed = NOTHING_CHANGED
             # What a foreign hasher covers with a hash is unknown: all its hashes go.
             del self.hashes[(first // self.hash_block_size if self.hash_block_size > 0 else 0):]
+            self._before_append = None
         return self.hashes
 
     @property
@@ -132,6 +152,7 @@ cdef class RequestBase:
     @block_hashes.setter
     def block_hashes(self, list block_hashes not None):
         self._all_token_ids.first_changed = NOTHING_CHANGED
+        self._before_append = None
         self.hashes = block_hashes
 
     cdef bint are_new_blocks_plain(self) except -1:
@@ -167,17 +188,36 @@ cdef class RequestBase:
         """Adds one output token or several, and the hashes of blocks that are full now. O(new tokens).
 
         Raises:
-            TypeError: a token that is no integer; nothing has changed.
+            TypeError: a token that is no integer.
+            InvalidArgumentError: a token below 0 or above ``MAX_TOKEN_ID``. After any error, also one of the hasher,
+                nothing has changed.
         """
-        cdef list new
-        if PyLong_CheckExact(token_ids):
-            PyList_Append(self._output_token_ids, token_ids)
-            PyList_Append(self._all_token_ids, token_ids)
-        else:
-            new = to_token_ids(token_ids if hasattr(token_ids, "__iter__") else [token_ids], self.has_only_ints)
-            self._output_token_ids.extend(new)
-            list.extend(self._all_token_ids, new)
-        self.refresh()
+        cdef list new = None
+        cdef list hashes
+        cdef object before = None
+        cdef Py_ssize_t num_tokens, num_output_tokens, num_hashes
+        if not kvpool_is_token_id(token_ids):
+            new = to_token_ids(token_ids if hasattr(token_ids, "__iter__") else [token_ids], self.are_token_ids)
+        hashes = self.current_hashes()
+        num_tokens, num_hashes = PyList_GET_SIZE(self._all_token_ids), PyList_GET_SIZE(hashes)
+        num_output_tokens = PyList_GET_SIZE(self._output_token_ids)
+        if self.hash_block_size <= 0 and self._block_hasher is not None:
+            before = num_tokens, num_hashes
+        try:
+            if new is None:
+                PyList_Append(self._output_token_ids, token_ids)
+                PyList_Append(self._all_token_ids, token_ids)
+            else:
+                self._output_token_ids.extend(new)
+                list.extend(self._all_token_ids, new)
+            self.refresh()
+        except BaseException:
+            cut_list(self._output_token_ids, num_output_tokens, PyList_GET_SIZE(self._output_token_ids), NULL)
+            cut_list(self._all_token_ids, num_tokens, PyList_GET_SIZE(self._all_token_ids), NULL)
+            cut_list(hashes, num_hashes, PyList_GET_SIZE(hashes), NULL)
+            self.hashes = hashes
+            raise
+        self._before_append = before
 
     def update_block_hashes(self):
         """Brings ``block_hashes`` up to date: stale ones go, those of new full blocks come."""

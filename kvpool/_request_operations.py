@@ -15,7 +15,7 @@ from kvpool.block_hash import BlockHash, BlockHashListWithBlockSize, resolve_blo
 from kvpool.errors import InvalidArgumentError
 from kvpool.request_status import RequestStatus
 from kvpool.sampling_params import SamplingParams
-from kvpool.token_ids import TokenIds
+from kvpool.token_ids import MAX_TOKEN_ID, TokenIds
 
 DEFAULT_MAX_TOKENS = 16  # as vLLM's sampling parameters
 
@@ -39,11 +39,22 @@ class LoRAName:
         return self.lora_int_id
 
 
-def to_token_ids(token_ids: Any, has_only_ints: Callable[[list[Any]], bool]) -> list[int]:
+def to_token_ids(
+    token_ids: Any,
+    are_token_ids: Callable[[list[Any]], bool],
+    lowest: int | None = 0,
+    highest: int | None = MAX_TOKEN_ID,
+) -> list[int]:
     """The tokens as a list of exact ints: the very list where it is one. O(len(token_ids)).
+
+    Args:
+        token_ids: a list, an array or another sequence.
+        are_token_ids: of ``Request``.
+        lowest, highest: the range they have to be in; None where the caller looks at that.
 
     Raises:
         TypeError: no sequence, or a token that is no integer.
+        InvalidArgumentError: a token out of the range.
     """
     tokens = token_ids
     if type(tokens) is not list:
@@ -53,9 +64,10 @@ def to_token_ids(token_ids: Any, has_only_ints: Callable[[list[Any]], bool]) -> 
         tokens = tokens.tolist() if is_array else list(tokens)
         if type(tokens) is not list:
             raise TypeError(f"token ids are integers in a sequence, not {show(token_ids)}")
-    if has_only_ints(tokens):
+    if are_token_ids(tokens):
         return tokens
-    return [to_int("a token id", token) for token in tuple(tokens)]  # a token's own code may change the list
+    # A token's own code may change the list.
+    return [to_int("a token id", token, lowest, highest) for token in tuple(tokens)]
 
 
 def _num_prompt_tokens(token_ids: Sequence[int] | None, embeddings: Any) -> int:
@@ -74,8 +86,8 @@ class RequestOperations:
 
     Args:
         request_id: unique among the requests that live at a time.
-        prompt_token_ids: list, array or any sequence of ints; numpy's ints and bools become plain ints. None with
-            prompt_embeds alone: its tokens count as 0.
+        prompt_token_ids: list, array or any sequence of ints from 0 to ``MAX_TOKEN_ID``; numpy's ints and bools become
+            plain ints. None with prompt_embeds alone: its tokens count as 0.
         block_hasher: called with the request, returns the hashes of full blocks that are new; a ``BlockHasher`` or one
             of vLLM's. None: no hashes.
         max_tokens: output tokens at most, at least 1.
@@ -107,8 +119,8 @@ class RequestOperations:
 
     Raises:
         TypeError: a token that is no integer, or another argument of the wrong type.
-        InvalidArgumentError: no prompt at all, lengths that differ, max_tokens below 1, an arrival time that is not
-            finite, both LoRA arguments, a text that can't be encoded.
+        InvalidArgumentError: no prompt at all, a token out of range, lengths that differ, max_tokens below 1, an
+            arrival time that is not finite, both LoRA arguments, a text that can't be encoded.
 
     Adapter, salt, inputs and embeddings are part of the block hashes: they are not to change. O(prompt tokens).
     vLLM: ``Request``.
@@ -123,9 +135,13 @@ class RequestOperations:
         _all_token_ids: Any  # a list of ints that notices how it is changed
         _output_token_ids: list[int]
         _block_hasher: RequestBlockHasher | None
+        _before_append: tuple[int, int] | None
 
         @staticmethod
-        def has_only_ints(tokens: list[Any]) -> bool: ...
+        def are_token_ids(tokens: list[Any]) -> bool: ...
+
+        @staticmethod
+        def are_plain(*arguments: Any) -> bool: ...
 
         def update_block_hashes(self) -> None: ...
 
@@ -151,12 +167,16 @@ class RequestOperations:
         if lora_name is not None and lora_request is not None:
             raise InvalidArgumentError("either lora_name or lora_request, not both")
         # All that may run code of the caller's comes first.
-        request_id, max_tokens = to_text("request_id", request_id), to_int("max_tokens", max_tokens, 1)
-        priority = to_int("priority", priority)
-        arrival_time = time.time() if arrival_time is None else to_float("arrival_time", arrival_time)
+        if not self.are_plain(
+            request_id, max_tokens, priority, arrival_time, skip_reading_prefix_cache, cache_salt, session_id
+        ):
+            request_id, max_tokens = to_text("request_id", request_id), to_int("max_tokens", max_tokens, 1)
+            priority = to_int("priority", priority)
+            arrival_time = None if arrival_time is None else to_float("arrival_time", arrival_time)
+            skip_reading_prefix_cache = to_bool("skip_reading_prefix_cache", skip_reading_prefix_cache)
+            cache_salt = None if cache_salt is None else to_text("cache_salt", cache_salt)
+            session_id = None if session_id is None else to_text("session_id", session_id)
         lora_name = None if lora_name is None else to_text("lora_name", lora_name)
-        cache_salt = None if cache_salt is None else to_text("cache_salt", cache_salt)
-        session_id = None if session_id is None else to_text("session_id", session_id)
         if sampling_params is not None and type(sampling_params) is not SamplingParams:
             if not isinstance(sampling_params, SamplingParams):
                 raise TypeError(f"sampling_params are SamplingParams, not {show(sampling_params)}")
@@ -164,8 +184,7 @@ class RequestOperations:
             sampling_params = SamplingParams(one.temperature, one.top_k, one.top_p, one.seed)
         if prompt_is_token_ids is not None:
             prompt_is_token_ids = [to_bool("a value of prompt_is_token_ids", flag) for flag in prompt_is_token_ids]
-        skip_reading_prefix_cache = to_bool("skip_reading_prefix_cache", skip_reading_prefix_cache)
-        prompt = None if prompt_token_ids is None else to_token_ids(prompt_token_ids, self.has_only_ints)
+        prompt = None if prompt_token_ids is None else to_token_ids(prompt_token_ids, self.are_token_ids)
         num_prompt_tokens = _num_prompt_tokens(prompt, prompt_embeds)
         all_token_ids = [0] * num_prompt_tokens if prompt is None else prompt
         if prompt is not None and prompt_is_token_ids is not None:
@@ -182,7 +201,7 @@ class RequestOperations:
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.priority = priority
-        self.arrival_time = arrival_time
+        self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.lora_request = lora_request if lora_name is None else LoRAName(lora_name)
         self.cache_salt = cache_salt
         self.mm_features = [] if mm_features is None else mm_features
@@ -221,18 +240,36 @@ class RequestOperations:
 
         Raises:
             TypeError: no integer.
-            InvalidArgumentError: negative, or more than there are.
+            InvalidArgumentError: negative, or more than there are. After any error, also one of the hasher, nothing has
+                changed.
         """
         num_tokens = to_int("num_tokens", num_tokens)
         if not 0 <= num_tokens <= self.num_tokens:
             raise InvalidArgumentError(f"{show(num_tokens)} tokens are to stay, there are {self.num_tokens}")
-        self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
-        if self.prompt_token_ids is not None and len(self.prompt_token_ids) > num_tokens:
-            self.prompt_token_ids = self.prompt_token_ids[:num_tokens]
-        del self._all_token_ids[num_tokens:]
-        del self._output_token_ids[num_tokens - self.num_prompt_tokens :]
-        self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
-        self.update_block_hashes()
+        if num_tokens == self.num_tokens:
+            self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
+            return
+        hashes = self.block_hashes[:]
+        before = self._before_append
+        counts = self.num_prompt_tokens, self.prompt_token_ids, self.num_computed_tokens
+        all_tokens, output_tokens = self._all_token_ids[num_tokens:], self._output_token_ids[:]
+        try:
+            self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
+            if self.prompt_token_ids is not None and len(self.prompt_token_ids) > num_tokens:
+                self.prompt_token_ids = self.prompt_token_ids[:num_tokens]
+            del self._all_token_ids[num_tokens:]
+            del self._output_token_ids[num_tokens - self.num_prompt_tokens :]
+            self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
+            if before is not None and before[0] == num_tokens:
+                self.block_hashes = hashes[: before[1]]
+            else:
+                self.update_block_hashes()
+        except BaseException:
+            self.num_prompt_tokens, self.prompt_token_ids, self.num_computed_tokens = counts
+            self._all_token_ids[num_tokens:] = all_tokens
+            self._output_token_ids[:] = output_tokens
+            self.block_hashes = hashes
+            raise
 
     def get_block_hashes(self, block_size: int) -> list[BlockHash] | BlockHashListWithBlockSize:
         """The block hashes at ``block_size`` tokens a block: the list itself, or a view that grows with it.

@@ -1,9 +1,12 @@
-"""The token ids of a request, as others see them: a view that can be read and not changed."""
+"""Token ids: which there are, and those of a request as others see them, a view that can be read and not changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import overload
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Workers keep token ids as int32, as vLLM's do; what is larger could be scheduled, and never be computed."""
 
 
 class TokenIds(Sequence[int]):

@@ -64,7 +64,7 @@ def hash_function(vllm: Any, algorithm: str) -> Any:
 
 
 def random_token(rng: random.Random) -> int:
-    return rng.choice([rng.randrange(30), rng.randrange(300), rng.randrange(70_000), rng.randrange(200_000), 2**31])
+    return rng.choice([rng.randrange(30), rng.randrange(300), rng.randrange(70_000), rng.randrange(200_000), 2**31 - 1])
 
 
 def random_features(vllm: Any, rng: random.Random) -> list[Any]:
@@ -150,7 +150,7 @@ def test_single_blocks_have_the_same_hash(vllm: Any, classes: Any, algorithm: st
     rng = random.Random(7)
     hasher = classes.BlockHasher(algorithm, 4)
     for _ in range(300):
-        tokens = [rng.choice([random_token(rng), -random_token(rng), 2**40]) for _ in range(rng.randrange(20))]
+        tokens = [rng.choice([random_token(rng), -random_token(rng), 2**31, 2**40]) for _ in range(rng.randrange(20))]
         parent = rng.choice([None, b"", rng.randbytes(16), rng.randbytes(32)])
         keys = rng.choice([None, (("lora", "x", "/a"),), (("mm", "b", -3), ("cache_salt", "s"))])
         wanted = vllm.kv_cache_utils.hash_block_tokens(hash_function(vllm, algorithm), parent, tokens, keys)

@@ -23,11 +23,13 @@ from token_requests import Lora, Picture
 import kvpool.reference.block_hasher
 import kvpool.reference.request
 import kvpool.request
+from kvpool.arguments import show
 from kvpool.block_hash import BlockHashListWithBlockSize
 from kvpool.block_hasher import BlockHasher
 from kvpool.errors import InvalidArgumentError
 from kvpool.request import RequestStatus, TokenIds
 from kvpool.sampling_params import SamplingParams
+from kvpool.token_ids import MAX_TOKEN_ID
 
 BLOCK_SIZE = 4
 
@@ -216,6 +218,148 @@ def test_appending_is_all_or_nothing(make: Any) -> None:
         with pytest.raises(TypeError):
             request.append_output_token_ids(tokens)
     assert request.all_token_ids == list(range(10)) and request.output_token_ids == []
+
+
+NO_TOKEN_IDS = [-1, MAX_TOKEN_ID + 1, 2**32, 2**63, 2**64, -(2**63) - 1, *HUGE]
+
+
+@pytest.mark.parametrize("value", NO_TOKEN_IDS, ids=show)
+@pytest.mark.parametrize("convert", [lambda value: value, Index], ids=["an int", "an index"])
+def test_token_ids_that_no_worker_has_room_for_are_refused(
+    request_class: Any, make: Any, value: int, convert: Any
+) -> None:
+    wanted = f"a token id is at {'least 0' if value < 0 else f'most {MAX_TOKEN_ID}'}, not {show(value)}"
+    for tokens in ([convert(value)], [1, 2, convert(value)], (convert(value), 1)):
+        with pytest.raises(InvalidArgumentError) as caught:
+            request_class("r", tokens)
+        assert str(caught.value) == wanted
+    request = make()
+    for new in (convert(value), [convert(value)], [1, 2, convert(value)], iter([convert(value)])):
+        with pytest.raises(InvalidArgumentError) as caught:
+            request.append_output_token_ids(new)
+        assert str(caught.value) == wanted
+    assert request.all_token_ids == list(range(10)) and request.output_token_ids == []
+    assert request.block_hashes == hashes_of(range(10))
+
+
+def test_the_largest_token_id(make: Any) -> None:
+    tokens = [0, 1, 2**15 - 1, 2**15, 2**30 - 1, 2**30, 2**30 + 1, MAX_TOKEN_ID]
+    request = make(tokens)
+    request.append_output_token_ids(tokens)
+    for token in tokens:
+        request.append_output_token_ids(token)
+    assert request.all_token_ids == 3 * tokens and request.block_hashes == hashes_of(3 * tokens)
+    assert make(np.array(tokens, np.uint32)).all_token_ids == tokens
+
+
+# ---- a hasher that fails ----
+
+
+class OwnHasher:
+    """A hasher of somebody's that keeps a hash for every two tokens, and fails when told to."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.num_calls = 0
+
+    def __call__(self, request: Any) -> Any:
+        self.num_calls += 1
+        tokens, first = list(request.all_token_ids), len(request.block_hashes)
+        hashes = [repr(tokens[: 2 * end]).encode() for end in range(first + 1, len(tokens) // 2 + 1)]
+        return self.fail(hashes) if self.is_broken else hashes
+
+    def fail(self, hashes: list[bytes]) -> Any:
+        """As a generator: some hashes come before it fails."""
+        yield from hashes[:1]
+        raise OSError("no hash today")
+
+
+def everything(request: Any) -> tuple[Any, ...]:
+    """What a request is, to be compared."""
+    return (
+        list(request.all_token_ids),
+        list(request.output_token_ids),
+        list(request.block_hashes),
+        request.prompt_token_ids,
+        (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens, request.num_computed_tokens),
+    )
+
+
+@pytest.mark.parametrize("tokens", [6, [6], [6, 7, 8, 9, 6, 7, 8, 9, 6, 7, 8, 9]], ids=["an int", "one", "many"])
+def test_a_hasher_that_fails_leaves_no_token(request_class: Any, tokens: Any) -> None:
+    hasher = OwnHasher()
+    request, other = (request_class("r", [1, 2, 3], each) for each in (hasher, OwnHasher()))
+    for request_of in (request, other):
+        request_of.append_output_token_ids([4, 5])
+    before = everything(request)
+    hasher.is_broken = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="no hash today"):
+            request.append_output_token_ids(tokens)
+        assert everything(request) == before
+    with pytest.raises(OSError, match="no hash today"):
+        request_class("s", range(9), hasher)
+    hasher.is_broken = False
+    for request_of in (request, other):
+        request_of.append_output_token_ids(tokens)
+        request_of.append_output_token_ids(tokens)
+    assert everything(request) == everything(other)
+
+
+def test_a_hasher_of_kvpools_that_fails_leaves_no_token(request_class: Any, hasher: BlockHasher) -> None:
+    """Where the blocks have extra keys, objects of the caller's are asked for them."""
+
+    class Broken:
+        @property
+        def identifier(self) -> str:
+            raise OSError("no name")
+
+        mm_position = Picture("p", 0, 2).mm_position
+
+    request = request_class("r", range(3), hasher, mm_features=[Broken()])
+    before = everything(request)
+    for tokens in (3, [3], range(3, 20)):
+        with pytest.raises(OSError, match="no name"):
+            request.append_output_token_ids(tokens)
+        assert everything(request) == before
+    request.mm_features = []
+    request.append_output_token_ids(3)
+    assert request.block_hashes == hashes_of(range(4))
+
+
+def test_a_hasher_that_fails_takes_no_token_away(request_class: Any) -> None:
+    hasher = OwnHasher()
+    request = request_class("r", list(range(8)), hasher)
+    request.append_output_token_ids([8, 9])
+    request.append_output_token_ids([10, 11])
+    request.num_computed_tokens = 9
+    before = everything(request)
+    hasher.is_broken = True
+    for num_tokens in (0, 3, 8, 9, 11):
+        with pytest.raises(OSError, match="no hash today"):
+            request.truncate(num_tokens)
+        assert everything(request) == before
+    hasher.is_broken = False
+    request.truncate(9)
+    assert request.all_token_ids == list(range(9)) and request.output_token_ids == [8]
+    assert request.block_hashes == request_class("s", range(9), OwnHasher()).block_hashes
+
+
+def test_the_last_tokens_are_taken_back_without_asking_a_foreign_hasher(request_class: Any) -> None:
+    hasher = OwnHasher()
+    request = request_class("r", list(range(8)), hasher)
+    request.append_output_token_ids([8, 9])
+    before = everything(request)
+    request.append_output_token_ids([10, 11])
+    num_calls, hasher.is_broken = hasher.num_calls, True
+    request.truncate(12)
+    request.truncate(10)
+    assert everything(request) == before and hasher.num_calls == num_calls
+    hasher.is_broken = False
+    request.append_output_token_ids([5, 5])
+    request._all_token_ids[1] = 77  # what had hashes has changed: they are made anew
+    request.truncate(10)
+    assert request.block_hashes == request_class("s", list(request.all_token_ids), OwnHasher()).block_hashes
 
 
 def test_counts(request_class: Any) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from scheduler_runs import BLOCK_SIZE, Run, full_attention, generated, make_scheduler, mamba, sliding_window
 
+from kvpool.arguments import show
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError
 from kvpool.kv_cache_spec import CrossAttentionSpec
 from kvpool.request_status import RequestStatus
 from kvpool.scheduler import RequestTooLargeError, SchedulerConfig, SchedulingPolicy
 from kvpool.scheduler import scheduler as scheduler_module
+from kvpool.token_ids import MAX_TOKEN_ID
 
 
 @pytest.fixture
@@ -557,6 +559,74 @@ def test_wrong_tokens_change_nothing(make_run: Any, tokens: dict[str, Any]) -> N
     with pytest.raises(InvalidArgumentError, match="none is under way"):
         run.scheduler.update_from_output(output, {"a": [1]})
     run.finish()
+
+
+@pytest.mark.parametrize("token", [-1, MAX_TOKEN_ID + 1, 2**64, -(2**64), 10**5000], ids=show)
+def test_a_token_that_no_message_can_hold_changes_nothing(make_run: Any, token: int) -> None:
+    run = make_run()
+    a, b = run.add("a", range(5)), run.add("b", range(20, 25))
+    output = run.schedule()
+    for tokens in ([token], [1, token], (token, 2), [Token(token)]):
+        with pytest.raises(InvalidArgumentError) as caught:
+            run.scheduler.update_from_output(output, {"a": [1], "b": tokens})
+        assert str(caught.value).startswith("a sampled token is at ") and str(caught.value).endswith(
+            f"not {show(token)}"
+        )
+        assert (a.num_output_tokens, a.num_in_flight_tokens, b.num_output_tokens) == (0, 5, 0)
+    run.update()
+    run.finish()
+
+
+class Token:
+    """Stands for an integer."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class OwnHasher:
+    """A hasher of somebody's, of whose hashes nothing is known; it fails when it has no calls left."""
+
+    def __init__(self, hasher: Any) -> None:
+        self.hasher, self.calls_left = hasher, 1000
+
+    def __call__(self, request: Any) -> list[bytes]:
+        if self.calls_left == 0:
+            raise OSError("no hash today")
+        self.calls_left -= 1
+        hashes: list[bytes] = self.hasher.hash_token_ids(list(request.all_token_ids))
+        return hashes[len(request.block_hashes) :]
+
+
+def test_a_hasher_that_fails_costs_the_others_nothing(make_run: Any) -> None:
+    """Tokens that were hashed before it failed are taken back, without another call of their hasher."""
+    run = make_run()
+    own, hashers = run.hasher, {name: OwnHasher(run.hasher) for name in "bcd"}
+    for name in "abcd":
+        run.hasher = hashers.get(name, own)
+        run.add(name, range(7), max_tokens=6)
+    output, tokens = run.schedule(), run.under_way[0][1]
+    requests = list(run.scheduler.requests.values())
+
+    def state() -> list[Any]:
+        return [(list(each.all_token_ids), each.block_hashes[:], each.num_in_flight_tokens) for each in requests]
+
+    before = state()
+    hashers["c"].calls_left = 0
+    for _ in range(2):
+        hashers["b"].calls_left = 1
+        with pytest.raises(OSError, match="no hash today"):
+            run.scheduler.update_from_output(output, tokens)
+        assert state() == before
+        run.scheduler.check()
+    hashers["b"].calls_left = 1000
+    assert ids(run.scheduler.finish_requests("c")) == ["c"]
+    run.update()
+    run.finish()
+    assert all(run.outputs[name] == generated(range(7), 6) for name in "abd")
 
 
 def test_steps_come_back_in_order(make_run: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
 from kvpool._request_operations import RequestBlockHasher, RequestOperations, to_token_ids
 from kvpool.block_hash import BlockHash
+from kvpool.token_ids import MAX_TOKEN_ID
 
 NOTHING_CHANGED = sys.maxsize
 
@@ -79,6 +81,9 @@ class RequestBase:
         all_token_ids: tokens of the prompt; copied.
         block_hasher: see ``Request``.
         hash_block_size: tokens per hash where it is known that the hasher asks for nothing but full blocks, else 0.
+
+    ``_before_append`` holds, with a foreign hasher, the numbers of tokens and of hashes before the last tokens came, so
+    that these can be taken back without asking it; else None.
     """
 
     def __init__(self, all_token_ids: list[int], block_hasher: RequestBlockHasher | None, hash_block_size: int) -> None:
@@ -87,6 +92,7 @@ class RequestBase:
         self._block_hashes: list[BlockHash] = []
         self._block_hasher = block_hasher
         self._hash_block_size = hash_block_size
+        self._before_append: tuple[int, int] | None = None
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
@@ -95,9 +101,36 @@ class RequestBase:
         self.spec_token_ids: list[int] = []
 
     @staticmethod
-    def has_only_ints(tokens: list[Any]) -> bool:
-        """Whether all tokens are exact ints."""
-        return {int}.issuperset(map(type, tokens))
+    def are_token_ids(tokens: list[Any]) -> bool:
+        """Whether all are exact ints from 0 to ``MAX_TOKEN_ID``."""
+        if len(tokens) == 1:  # as always when requests decode
+            return type(tokens[0]) is int and 0 <= tokens[0] <= MAX_TOKEN_ID
+        return {int}.issuperset(map(type, tokens)) and (
+            not tokens or (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID)
+        )
+
+    @staticmethod
+    def are_plain(
+        request_id: Any,
+        max_tokens: Any,
+        priority: Any,
+        arrival_time: Any,
+        skip_reading_prefix_cache: Any,
+        cache_salt: Any,
+        session_id: Any,
+    ) -> bool:
+        """Whether these arguments of a request are what they are stored as, and in range."""
+        return (
+            type(request_id) is str
+            and request_id.isascii()
+            and type(max_tokens) is int
+            and max_tokens > 0
+            and type(priority) is int
+            and (arrival_time is None or (type(arrival_time) is float and isfinite(arrival_time)))
+            and (skip_reading_prefix_cache is False or skip_reading_prefix_cache is True)
+            and (cache_salt is None or (type(cache_salt) is str and cache_salt.isascii()))
+            and (session_id is None or (type(session_id) is str and session_id.isascii()))
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +155,7 @@ class RequestBase:
         if type(block_hashes) is not list:
             raise TypeError(f"block_hashes must be a list, not {type(block_hashes).__name__}")
         self._all_token_ids.first_changed = NOTHING_CHANGED
+        self._before_append = None
         self._block_hashes = block_hashes
 
     def _drop_stale_hashes(self) -> None:
@@ -130,21 +164,44 @@ class RequestBase:
         self._all_token_ids.first_changed = NOTHING_CHANGED
         # What a foreign hasher covers with a hash is unknown: all its hashes go.
         del self._block_hashes[first // self._hash_block_size if self._hash_block_size else 0 :]
+        self._before_append = None
 
     def append_output_token_ids(self, token_ids: int | Iterable[int]) -> None:
         """Adds one output token or several, and the hashes of blocks that are full now. O(new tokens).
 
         Raises:
-            TypeError: a token that is no integer; nothing has changed.
+            TypeError: a token that is no integer.
+            InvalidArgumentError: a token below 0 or above ``MAX_TOKEN_ID``. After any error, also one of the hasher,
+                nothing has changed.
         """
-        if type(token_ids) is int:
-            self._output_token_ids.append(token_ids)
-            self._all_token_ids.append(token_ids)
-        else:
-            new = to_token_ids(token_ids if hasattr(token_ids, "__iter__") else [token_ids], self.has_only_ints)
-            self._output_token_ids.extend(new)
-            self._all_token_ids.extend(new)
-        self.update_block_hashes()
+        new: list[int] | None = None
+        if type(token_ids) is not int or not 0 <= token_ids <= MAX_TOKEN_ID:
+            new = to_token_ids(token_ids if hasattr(token_ids, "__iter__") else [token_ids], self.are_token_ids)
+        if self._all_token_ids.first_changed != NOTHING_CHANGED:
+            self._drop_stale_hashes()
+        hashes, num_tokens, num_output_tokens = (
+            self._block_hashes,
+            len(self._all_token_ids),
+            len(self._output_token_ids),
+        )
+        num_hashes = len(hashes)
+        is_foreign = self._hash_block_size == 0 and self._block_hasher is not None
+        before = (num_tokens, num_hashes) if is_foreign else None
+        try:
+            if new is None:
+                self._output_token_ids.append(token_ids)  # type: ignore[arg-type]
+                self._all_token_ids.append(token_ids)  # type: ignore[arg-type]
+            else:
+                self._output_token_ids.extend(new)
+                self._all_token_ids.extend(new)
+            self.update_block_hashes()
+        except BaseException:
+            del self._output_token_ids[num_output_tokens:]
+            list.__delitem__(self._all_token_ids, slice(num_tokens, None))  # what has hashes has not changed
+            del hashes[num_hashes:]
+            self._block_hashes = hashes
+            raise
+        self._before_append = before
 
     def update_block_hashes(self) -> None:
         """Brings ``block_hashes`` up to date: stale ones go, those of new full blocks come."""

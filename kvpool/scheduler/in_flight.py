@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpool.arguments import to_int
 from kvpool.errors import InvalidArgumentError
+from kvpool.token_ids import MAX_TOKEN_ID
 
 if TYPE_CHECKING:
     from kvpool.request import Request
@@ -101,7 +102,7 @@ def read_sampled_tokens(
 
     Raises:
         InvalidArgumentError: no token for a request that is sampled; tokens for one that isn't, or has an error; tokens
-            or an error for one that isn't in the step.
+            or an error for one that isn't in the step; a token below 0 or above ``MAX_TOKEN_ID``.
         TypeError: a token is no int.
     """
     tokens: list[list[int] | None] = []
@@ -112,7 +113,9 @@ def read_sampled_tokens(
         token_ids = None
         if given is not None:
             num_used += 1
-            token_ids = [index(token_id) for token_id in given]
+            token_ids = list(given)
+            if not request.are_token_ids(token_ids):
+                token_ids = [to_int("a sampled token", token_id, 0, MAX_TOKEN_ID) for token_id in token_ids]
         if unfinished.get(request_id) is not request:
             token_ids = None
         elif errors and request_id in errors:

@@ -362,8 +362,9 @@ class Scheduler(StepWithdrawal):
             after it had taken its tokens.
 
         Raises:
-            InvalidArgumentError: another step is the oldest; a token is missing or superfluous.
-            TypeError: a token is no int. After an error nothing has changed.
+            InvalidArgumentError: another step is the oldest; a token is missing, superfluous, below 0 or above
+                ``MAX_TOKEN_ID``.
+            TypeError: a token is no int. After an error, also one of a hasher, nothing has changed.
         """
         self.take_tokens(scheduler_output, sampled_token_ids, errors)
         outputs = self.outputs

@@ -151,7 +151,7 @@ class Engine:
     ) -> Request:
         """A request that isn't queued yet. After this call no code of the caller's runs any more."""
         # One token more than there can be, so that an iterator without an end has one here.
-        tokens = to_token_ids(_first(prompt, self.scheduler.max_model_len + 1), Request.has_only_ints)
+        tokens = to_token_ids(_first(prompt, self.scheduler.max_model_len + 1), Request.are_token_ids, None, None)
         self._require_tokens("the prompt", tokens)
         if request_id is not None:
             request_id = to_text("request_id", request_id)
@@ -175,7 +175,7 @@ class Engine:
                 return request_id
 
     def _read_stop_token_ids(self, token_ids: Any) -> frozenset[int]:
-        tokens = to_token_ids(_first(token_ids, self._vocab_size + 1), Request.has_only_ints)
+        tokens = to_token_ids(_first(token_ids, self._vocab_size + 1), Request.are_token_ids, None, None)
         if len(tokens) > self._vocab_size:
             raise InvalidArgumentError(f"more stop_token_ids than the {self._vocab_size} tokens of the vocabulary")
         self._require_tokens("stop_token_ids", tokens)
