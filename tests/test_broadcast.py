@@ -16,8 +16,10 @@ import pytest
 from conftest import BACKEND_NAMES
 from scheduler_runs import BLOCK_SIZE, STACKS, Workers, full_attention, generated, make_scheduler, sliding_window
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import KVCacheGroupSpec, MambaSpec
+from kvpool.request_status import RequestStatus
 from kvpool.sampling_params import SamplingParams
 from kvpool.scheduler import SchedulerOutput, StepResult
 
@@ -423,6 +425,76 @@ def test_tokens_that_can_not_be_sent_are_an_error_of_the_worker(address: str, bi
     with pytest.raises(WorkerError, match="rank 0 failed: TypeError"):
         broadcaster.execute(make_step(1, [1]))
     assert isinstance(worker.end(), TypeError)
+
+
+def wrong_steps() -> dict[str, tuple[SchedulerOutput, str]]:
+    """Steps that workers with a vocabulary of 50, 200 tokens a sequence, 8 requests and 64 tokens a step refuse."""
+    steps = {}
+    for token in (50, -1, 2**31, 2**64, -(2**64), 10**5000):
+        new, known = make_step(1, [1]), make_step(1, request_ids=("s", "r"))
+        new.scheduled_new_requests[0].prompt_token_ids[1] = token
+        known.scheduled_cached_requests.new_token_ids[1] = [3, token]
+        told = f"request 'r' has the token {show(token)}, in a vocabulary of 50"
+        steps |= {f"prompt with {show(token)}": (new, told), f"generated {show(token)}": (known, told)}
+    long, longer, large = make_step(1, [1]), make_step(200), make_step(1)
+    long.scheduled_new_requests[0].prompt_token_ids[:] = [1] * 201
+    steps["long prompt"] = (long, "request 'r' has 201 tokens; 200 is the most")
+    steps["long text"] = (longer, "request 'r' has 201 tokens; 200 is the most")
+    large.total_num_scheduled_tokens = 65
+    steps["large step"] = (large, "step 1 has 1 requests and 65 tokens; 8 and 64 are the most")
+    many = make_step(1, request_ids=tuple("abcdefghi"))
+    steps["many requests"] = (many, "step 1 has 9 requests and 9 tokens; 8 and 64 are the most")
+    return steps
+
+
+WRONG_STEPS = wrong_steps()
+
+
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_a_step_that_workers_can_not_execute_is_not_sent(
+    name: str, address: str, bind: Callable[..., Broadcaster]
+) -> None:
+    broadcaster = bind(1)
+    worker = ThreadWorker(address, 0)
+    broadcaster.wait_for_workers()
+    step, told = WRONG_STEPS[name]
+    with pytest.raises(InvalidArgumentError) as caught:
+        broadcaster.execute(step)
+    assert str(caught.value) == told
+    assert broadcaster.execute(make_step(1, [1])).tokens == {"r": [0]}
+    broadcaster.close()
+    assert worker.end() is None and worker.seen == [make_step(1, [1])]
+
+
+def test_a_token_outside_the_vocabulary_costs_one_request(address: str, bind: Callable[..., Broadcaster]) -> None:
+    """A scheduler knows no vocabulary: the step is withdrawn, the request ends, and the others get their tokens."""
+    scheduler = make_scheduler(STACK)
+    stack = STACKS[STACK]
+    hasher = stack.BlockHasher("sha256", BLOCK_SIZE)
+    made_up = Workers([full_attention()])
+    ThreadWorker(address, 0, execute=lambda output: made_up.execute(msgspec.msgpack.encode(output)))
+    broadcaster = bind(1)
+    broadcaster.wait_for_workers()
+    prompts = {"a": list(range(9)), "wrong": [1, 2, 50, 3], "b": list(range(10))}
+    texts: dict[str, list[int]] = {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        scheduler.add_request(stack.Request(name, prompt, hasher, max_tokens=6))
+    num_refused = 0
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        try:
+            tokens = broadcaster.execute(step).tokens
+        except InvalidArgumentError as error:
+            assert str(error) == "request 'wrong' has the token 50, in a vocabulary of 50"
+            num_refused += 1
+            scheduler.withdraw(step)
+            scheduler.finish_requests("wrong", RequestStatus.FINISHED_ERROR)
+            continue
+        for output in scheduler.update_from_output(step, tokens):
+            texts[output.request_id] += output.new_token_ids
+        scheduler.check()
+    assert num_refused == 1
+    assert texts == {"a": generated(range(9), 6), "wrong": [], "b": generated(range(10), 6)}
 
 
 def test_ranks_with_different_blocks_are_noticed(address: str, bind: Callable[..., Broadcaster]) -> None:

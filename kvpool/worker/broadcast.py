@@ -21,6 +21,8 @@ What can go wrong, and what then holds:
 - A connection breaks and comes back in time: nothing is noticed. Steps are sent again as far as they were not executed.
 - A call is interrupted by an exception (Ctrl-C): the step counts as sent, and its answer is dropped when it comes.
   Whatever was interrupted is completed by the next call.
+- A step has a token outside the vocabulary, or is larger than the workers have room for: InvalidArgumentError that
+  names the request. Nothing was sent, and steps go on.
 - A worker fails, sends what is no answer, a token outside the vocabulary, or has other blocks than the others: an
   error that names it, and the broadcaster is of no more use.
 - The clock is set: no time is measured by it.
@@ -292,10 +294,12 @@ class Broadcaster:
             WorkerLostError: the connection of a rank is gone.
             WorkerTimeoutError: ranks have not answered in time, or are too far behind for another step.
             WorkerMismatchError: ranks used different blocks.
-            InvalidArgumentError: the message is larger than ``MAX_MESSAGE_BYTES``; nothing was sent.
+            InvalidArgumentError: a token outside the vocabulary, or a step larger than the workers have room for, see
+                ``ExecutorLimits.check``; a message larger than ``MAX_MESSAGE_BYTES``. Nothing was sent: steps go on
+                once the scheduler has withdrawn this one and ended the request.
             BroadcasterStateError: the workers are not there yet, or closed or broken.
         """
-        self._check_ready()
+        self.limits.check(output)
         sequence = self._sequence + 1
         payload = self._encoder.encode(StepMessage(sequence, output))
         if len(payload) > MAX_MESSAGE_BYTES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from kvpool.arguments import show
@@ -38,6 +40,45 @@ class ExecutorLimits:
             limit = getattr(self, name)
             if number > limit:
                 raise InvalidArgumentError(f"the scheduler's {name} is {show(number)}, and the executor's is {limit}")
+
+    def check(self, output: SchedulerOutput) -> None:
+        """Accepts a step that there is room for, and whose tokens exist. O(requests + tokens of new prompts).
+
+        Raises:
+            InvalidArgumentError: a token outside the vocabulary or behind ``max_model_len``, with the id of its
+                request; more requests or tokens than a step may have.
+        """
+        counts, num_tokens = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        if len(counts) > self.max_num_seqs or num_tokens > self.max_num_batched_tokens:
+            raise InvalidArgumentError(
+                f"step {output.step} has {len(counts)} requests and {num_tokens} tokens; {self.max_num_seqs} and "
+                f"{self.max_num_batched_tokens} are the most"
+            )
+        for new in output.scheduled_new_requests:
+            self._check_tokens(new.request_id, new.prompt_token_ids)
+            self._check_length(new.request_id, len(new.prompt_token_ids))
+        cached = output.scheduled_cached_requests
+        tokens = list(chain.from_iterable(cached.new_token_ids))
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids):
+                self._check_tokens(request_id, token_ids)
+        if counts and max(cached.num_computed_tokens, default=0) + max(counts.values()) > self.max_model_len:
+            for request_id, num_computed_tokens in zip(cached.request_ids, cached.num_computed_tokens):
+                self._check_length(request_id, num_computed_tokens + counts.get(request_id, 0))
+
+    def _check_length(self, request_id: str, num_tokens: int) -> None:
+        if num_tokens > self.max_model_len:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has {num_tokens} tokens; {self.max_model_len} is the most"
+            )
+
+    def _check_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if lowest < 0 or highest >= self.vocab_size:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has the token {show(lowest if lowest < 0 else highest)}, in a vocabulary of "
+                f"{self.vocab_size}"
+            )
 
 
 class Executor(Protocol):
