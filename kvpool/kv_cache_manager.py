@@ -13,6 +13,7 @@ from kvpool.coordinator import HybridKVCacheCoordinator
 from kvpool.kv_cache_blocks import KVCacheBlockCopy, KVCacheBlocks
 from kvpool.kv_cache_spec import FullAttentionSpec
 from kvpool.managers import ChunkedLocalAttentionManager, FullAttentionManager, SlidingWindowManager
+from kvpool.recording.settings import RecordingSettings
 
 if TYPE_CHECKING or _backend.BACKEND == "reference":
     from kvpool.reference.kv_cache_manager import KVCacheManager
@@ -81,4 +82,10 @@ else:
             )
 
 
-__all__ = ["KVCacheBlockCopy", "KVCacheBlocks", "KVCacheManager"]
+PlainKVCacheManager = KVCacheManager
+if not TYPE_CHECKING and RecordingSettings.from_environment() is not None:
+    from kvpool.recording.calls import recorded
+
+    KVCacheManager = recorded(KVCacheManager)
+
+__all__ = ["KVCacheBlockCopy", "KVCacheBlocks", "KVCacheManager", "PlainKVCacheManager"]

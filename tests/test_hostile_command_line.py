@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from conftest import IS_PURE_PYTHON
+from manager_layouts import Layout, ManagerRequest, make_config
+from recordings import finish, recording_to
 
 pytest.importorskip("numpy")
 
@@ -72,6 +74,7 @@ RUNS: dict[str, list[list[str]]] = {
         ["{folder}/trace.jsonl", "--compare", FASTEST, "--json", "out.json"],
     ],
     "generate": [["--model", "{folder}/model", "--max-new-tokens", "1", "Hi"]],
+    "replay-ops": [["{folder}/recording", "--json", "out.json"]],
     "doctor": [[]],
     "keygen": [["keys"]],
 }
@@ -94,7 +97,17 @@ OPTIONS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "trace.jsonl").write_text(json.dumps(REQUEST) + "\n")
+    record_a_run(folder / "recording")
     return folder
+
+
+def record_a_run(path: Path) -> None:
+    with recording_to(path) as manager_class:
+        manager = manager_class(make_config(Layout([("full", 4, 0, False)], 10)), 100)
+    request = ManagerRequest("r", range(9))
+    manager.allocate_slots(request, 9)
+    manager.free(request)
+    finish(manager)
 
 
 @pytest.fixture(scope="module")

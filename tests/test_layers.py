@@ -39,11 +39,12 @@ LAYERS = [
     ["allocation_checks", "kv_cache_queries"],
     ["kv_cache_withdrawal"],
     ["_manager_operations"],
+    ["recording"],
     ["reference.kv_cache_manager"],
     ["kv_cache_manager"],
     ["scheduler"],
     ["replay", "worker", "integrations"],
-    ["doctor", "generation"],
+    ["doctor", "generation", "playback"],
     ["cli", "__main__"],
     ["__init__"],
 ]

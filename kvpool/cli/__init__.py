@@ -1,9 +1,9 @@
-"""The `kvpool` command: `replay` runs request traces, `generate` a model on the paged cache, `doctor` describes the
-installation, `keygen` makes keys for connections.
+"""The `kvpool` command: `replay` runs request traces, `replay-ops` recorded operations, `generate` a model on the paged
+cache, `doctor` describes the installation, `keygen` makes keys for connections.
 
-Exit codes: 0 done; 1 implementations differ or memory is short; 2 wrong usage, an input that can't be read or an
-output that can't be written; 130 interrupted; 141 nobody reads stdout any more. Errors are one line on stderr.
-Whatever is slow to import is imported by the command that needs it.
+Exit codes: 0 done; 1 implementations differ, or from what was recorded, or memory is short; 2 wrong usage, an input
+that can't be read or an output that can't be written; 130 interrupted; 141 nobody reads stdout any more.
+Errors are one line on stderr. Whatever is slow to import is imported by the command that needs it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvpool.cli.doctor_command import doctor
 from kvpool.cli.generate_command import generate
 from kvpool.cli.keygen_command import keygen
 from kvpool.cli.replay_command import replay
+from kvpool.cli.replay_ops_command import replay_ops
 
 app = typer.Typer(
     name="kvpool",
@@ -46,7 +47,7 @@ def _root(
     pass
 
 
-for command in (replay, generate, doctor, keygen):
+for command in (replay, replay_ops, generate, doctor, keygen):
     app.command()(command)
 
 

@@ -1,0 +1,96 @@
+"""The two files of a recording: the newer one is being written, the older one is whole.
+
+Whoever reads them needs no more than one: each begins with the state. A file that is full becomes the older one, and
+the one that was older is gone. Files of earlier recordings are never written over, and what goes wrong here ends the
+recording, never the run.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+
+from kvpool.recording.frames import MAGIC
+
+MAX_NUMBERED_FILES = 1_000
+_MODE = 0o600
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+def older(path: str) -> str:
+    """Name of the file with what was before."""
+    return path + ".1"
+
+
+def create_unused(path: str) -> tuple[int, str]:
+    """Makes ``path``, or ``path-2`` and so on if there is a recording already; returns the descriptor and the name.
+
+    Raises:
+        OSError: it can't be made; it is there and no regular file; there are too many.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise FileExistsError(None, "is no regular file", path)
+    for number in range(1, MAX_NUMBERED_FILES + 1):
+        name = path if number == 1 else f"{path}-{number}"
+        if os.path.lexists(older(name)):
+            continue
+        with suppress(FileExistsError):
+            return os.open(name, _FLAGS, _MODE), name
+    raise FileExistsError(
+        None, f"and {MAX_NUMBERED_FILES - 1} files with a number behind the name are there already", path
+    )
+
+
+class RecordingFile:
+    """The file that is being written.
+
+    Every write goes to the place behind the last one that came to its end, so that one which was interrupted leaves
+    nothing in between. Its methods raise OSError.
+
+    Attributes:
+        path: its name.
+        num_bytes: written so far.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._descriptor, self.path = create_unused(path)
+        self.num_bytes = 0
+        self.write(MAGIC)
+
+    def write(self, data: bytes) -> None:
+        """All of it, to where the system keeps it when the process is killed."""
+        place = self.num_bytes
+        rest = memoryview(data)
+        while rest:
+            num_written = os.pwrite(self._descriptor, rest, place)
+            rest = rest[num_written:]
+            place += num_written
+        self.num_bytes = place
+
+    def cut(self) -> None:
+        """Takes away what an interrupted write has left behind the end."""
+        os.ftruncate(self._descriptor, self.num_bytes)
+
+    def start_anew(self, beginning: bytes) -> None:
+        """What there is becomes the older file; the newer one begins with this. At any time one of them is whole."""
+        name = self.path + ".new"
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        full, num_bytes = self._descriptor, self.num_bytes
+        self._descriptor, self.num_bytes = os.open(name, _FLAGS, _MODE), 0
+        try:
+            self.write(MAGIC + beginning)
+        except BaseException:
+            new, self._descriptor, self.num_bytes = self._descriptor, full, num_bytes
+            os.close(new)
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+        os.close(full)
+        os.replace(self.path, older(self.path))
+        os.replace(name, self.path)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        os.close(self._descriptor)
