@@ -38,6 +38,7 @@ TARGETS = (
     "messages",
     "events",
     "files",
+    "recordings",
 )
 C_TARGETS = tuple(f"c_{name}" for name in c_targets.C_TARGETS)
 

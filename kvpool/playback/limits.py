@@ -33,7 +33,7 @@ class PlaybackLimits:
     max_blocks: int = 1 << 22
     max_tokens: int = 1 << 24
     max_total_tokens: int = 1 << 27
-    max_requests: int = 1 << 20
+    max_requests: int = 1 << 18
     max_table_blocks: int = 1 << 26
 
     def __post_init__(self) -> None:

@@ -30,13 +30,17 @@ from kvpool.recording.files import older
 from kvpool.recording.operations import (
     FAILED,
     INTERRUPTED,
+    ITEM_BYTES,
+    MAX_KEYS,
     AllocateDecode,
     AllocateSlots,
     Failure,
     Free,
     ManagerSetup,
     Message,
+    NotPackedError,
     Operation,
+    PoolCacheFullBlocks,
     PoolState,
     PopBlocksForFree,
     Recording,
@@ -99,6 +103,10 @@ class PlaybackReport:
 
 class _DivergenceError(Exception):
     pass
+
+
+# What making a manager, or giving it a state or requests, raises for values that are those of none.
+_MADE_BY_LIES = (ArithmeticError, AssertionError, AttributeError, KvpoolError, LookupError, TypeError, ValueError)
 
 
 def play_recording(
@@ -186,7 +194,10 @@ class _Player:
         self.found_by_check = False
         names = ["native", "reference"] if _backend.BACKEND == "native" else ["reference"]
         self.report = PlaybackReport(
-            [], f"kvpool {head.kvpool} ({head.backend}), Python {head.python}", names, check_every=self._check_every
+            [],
+            one_line(f"kvpool {head.kvpool} ({head.backend}), Python {head.python}"),
+            names,
+            check_every=self._check_every,
         )
 
     def continues_with(self, head: Recording) -> bool:
@@ -207,9 +218,9 @@ class _Player:
                 return
             except CostError as error:
                 raise reader.error(placed.place, str(error)) from None
-            except (UnknownRequestError, MalformedCallError, InvalidSnapshotError) as error:
+            except (UnknownRequestError, MalformedCallError, NotPackedError, InvalidSnapshotError) as error:
                 raise reader.error(placed.place, f"not of one piece: {one_line(str(error))}") from None
-            except (TypeError, ValueError, OverflowError, IndexError, KeyError, KvpoolError) as error:
+            except _MADE_BY_LIES as error:
                 reason = one_line(f"{type(error).__name__}: {error}")
                 raise reader.error(placed.place, f"not of one piece: {reason}") from None
         if reader.torn_at is not None:
@@ -232,7 +243,7 @@ class _Player:
             self._check(operation, is_forced=True)
         except _DivergenceError:
             return
-        except (UnknownRequestError, MalformedCallError, CostError) as error:
+        except (UnknownRequestError, MalformedCallError, NotPackedError, CostError) as error:
             raise RecordingError(f"{reader.path}: the last operation: {one_line(str(error))}") from None
 
     def _check_last(self) -> None:
@@ -342,7 +353,15 @@ class _Player:
         if isinstance(operation, AllocateDecode):
             self._update_batch(operation)
         elif isinstance(operation, AllocateSlots):
-            self._require_room(operation)
+            self._require_room(
+                self._requests.get(operation.request).num_computed_tokens,
+                operation.num_new_tokens,
+                operation.num_new_computed_tokens,
+                operation.num_lookahead_tokens,
+                operation.num_external_computed_tokens,
+            )
+        elif isinstance(operation, PoolCacheFullBlocks):
+            self._require_range(operation)
         outcomes = [_try_call(one, operation, self._requests) for one in self._on]
         self._compare(operation, outcomes, recorded)
         if isinstance(recorded, Failure) and recorded.how == FAILED:
@@ -357,26 +376,22 @@ class _Player:
             one.pool.take_events()
         self._check(operation)
 
-    def _require_room(self, operation: AllocateSlots) -> None:
+    def _require_room(self, *numbers: int) -> None:
         """Tables of groups that skip blocks get as long as a call says, whatever the pool has."""
         manager = self._on[0].manager
-        num_tokens = sum(
-            max(number, 0)
-            for number in (
-                self._requests.get(operation.request).num_computed_tokens,
-                operation.num_new_tokens,
-                operation.num_new_computed_tokens,
-                operation.num_lookahead_tokens,
-                operation.num_external_computed_tokens,
-            )
-        )
-        num_tokens = min(num_tokens, manager.max_model_len)
+        num_tokens = min(sum(max(number, 0) for number in numbers), manager.max_model_len)
         skips = any(not isinstance(one, FullAttentionManager) for one in manager.coordinator.single_type_managers)
         if skips and num_tokens > self._limits.max_tokens:
             raise CostError(
                 f"a table for {num_tokens:,} tokens, more than {self._limits.max_tokens:,} (--max-tokens raises the"
                 " limit)"
             )
+
+    @staticmethod
+    def _require_range(operation: PoolCacheFullBlocks) -> None:
+        num_blocks = len(operation.block_ids) // ITEM_BYTES
+        if operation.num_full_blocks > 2 * num_blocks + MAX_KEYS:
+            raise CostError(f"{operation.num_full_blocks:,} blocks are to be full, of {num_blocks:,}")
 
     def _update_batch(self, operation: AllocateDecode) -> None:
         numbers, tokens = unpack(operation.requests), unpack(operation.num_tokens)
@@ -386,6 +401,7 @@ class _Player:
         for number, num_tokens, num_computed in zip(numbers, tokens, computed):
             self._requests.set_tokens(number, num_tokens)
             self._requests.get(number).num_computed_tokens = num_computed
+            self._require_room(num_computed, 1)
 
     def _compare(self, operation: Operation, outcomes: list[Any], recorded: Result | Failure | None) -> None:
         told = {one.name: _in_words(outcome) for one, outcome in zip(self._on, outcomes)}
@@ -393,7 +409,7 @@ class _Player:
         if isinstance(recorded, Result):
             wanted = (recorded.block_ids, recorded.numbers)
         elif isinstance(recorded, Failure):
-            wanted = _Raised(recorded.error, "")
+            wanted = _Raised(one_line(recorded.error, 80), "")
         if isinstance(recorded, Failure) and recorded.how == FAILED:
             raised = [outcome for outcome in outcomes if outcome == wanted]
             if len(raised) == len(outcomes):
@@ -413,16 +429,17 @@ class _Player:
                 self._found(call_in_words(operation), f"{one.name} fails with {outcome.words()}")
 
     def _count_table_blocks(self, operation: Operation) -> None:
-        """Keeps what the tables take within the limits: that of the request which the operation is about."""
-        number = getattr(operation, "request", None)
-        if number is None:
-            return
-        request_id = Requests.id_of(number)
+        """Keeps what the tables take within the limits: those of the requests which the operation is about."""
+        numbers = unpack(operation.requests) if isinstance(operation, AllocateDecode) else [_request_of(operation)]
         groups = self._on[0].manager.coordinator.single_type_managers
-        num_blocks = sum(len(group.req_to_blocks.get(request_id, ())) for group in groups)
-        self._num_table_blocks_of_all += num_blocks - self._num_table_blocks.pop(number, 0)
-        if num_blocks:
-            self._num_table_blocks[number] = num_blocks
+        for number in numbers:
+            if number is None:
+                continue
+            request_id = Requests.id_of(number)
+            num_blocks = sum(len(group.req_to_blocks.get(request_id, ())) for group in groups)
+            self._num_table_blocks_of_all += num_blocks - self._num_table_blocks.pop(number, 0)
+            if num_blocks:
+                self._num_table_blocks[number] = num_blocks
         if self._num_table_blocks_of_all > self._limits.max_table_blocks:
             raise CostError(f"tables of more than {self._limits.max_table_blocks:,} blocks")
 
@@ -470,7 +487,7 @@ class _Raised:
 def _try_call(one: Implementation, operation: Operation, requests: Requests) -> Outcome | _Raised:
     try:
         return one.call(operation, requests)
-    except (UnknownRequestError, MalformedCallError, MemoryError, RecursionError):
+    except (UnknownRequestError, MalformedCallError, NotPackedError, MemoryError, RecursionError):
         raise
     except Exception as error:
         return _Raised(one_line(type(error).__name__, 80), one_line(str(error), 200), isinstance(error, KvpoolError))
@@ -478,6 +495,11 @@ def _try_call(one: Implementation, operation: Operation, requests: Requests) -> 
 
 def _in_words(outcome: Any) -> str:
     return outcome.words() if isinstance(outcome, _Raised) else outcome_in_words(outcome)
+
+
+def _request_of(operation: Operation) -> int | None:
+    number: int | None = getattr(operation, "request", None)
+    return number
 
 
 def _number_of(request_id: Any) -> int:

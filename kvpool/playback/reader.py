@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Union
+from typing import BinaryIO, Union
 from zlib import crc32
 
 import msgspec
@@ -48,17 +48,9 @@ class RecordingReader:
     def __init__(self, path: str | Path, limits: PlaybackLimits) -> None:
         self.path = str(path)
         self.torn_at: int | None = None
-        self._file: BinaryIO | None = None
+        self._file = self._open()
         try:
-            if stat.S_ISREG(os.stat(path).st_mode):
-                self._file = open(path, "rb")  # noqa: SIM115
-                self._num_bytes = os.fstat(self._file.fileno()).st_size
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in a path
-            reason = getattr(error, "strerror", None) or str(error)
-            raise RecordingError(f"{self.path}: {one_line(reason)}") from None
-        if self._file is None:
-            raise RecordingError(f"{self.path}: is no regular file")
-        try:
+            self._num_bytes = os.fstat(self._file.fileno()).st_size
             if self._num_bytes > limits.max_bytes:
                 raise RecordingError(
                     f"{self.path}: has {self._num_bytes:,} bytes, more than {limits.max_bytes:,} (--max-bytes raises"
@@ -71,6 +63,18 @@ class RecordingReader:
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> BinaryIO:
+        try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):
+                raise RecordingError(f"{self.path}: is no regular file")
+            return open(self.path, "rb")
+        except OSError as error:
+            raise RecordingError(f"{self.path}: {one_line(error.strerror or str(error))}") from None
+        except ValueError as error:  # a zero byte in a path
+            if isinstance(error, RecordingError):
+                raise
+            raise RecordingError(f"{self.path}: {one_line(str(error))}") from None
 
     def _read_head(self) -> Recording:
         for placed in self:
@@ -109,14 +113,12 @@ class RecordingReader:
 
     def _decode(self, place: int, body: bytes) -> Message:
         try:
-            message: Any = _decode(body)
+            message: Message = _decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise self.error(place, f"no message: {one_line(str(error), 200)}") from None
-        assert isinstance(message, Message)
         return message
 
     def _read(self, num_bytes: int) -> bytes:
-        assert self._file is not None
         try:
             return self._file.read(num_bytes)
         except OSError as error:
@@ -134,6 +136,4 @@ class RecordingReader:
 
     def close(self) -> None:
         """The file is of no use any more."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ MAX_HASHES = 1 << 22
 MAX_KEYS = 1 << 16  # in one message
 MAX_DIGEST_BYTES = 32
 MAX_GROUPS = 256
+MAX_FIELDS = 64  # of a spec, and items of one
 
 Packed = Annotated[bytes, Meta(max_length=MAX_IDS * ITEM_BYTES)]
 Number = int  # whatever a caller has passed: 64 bits are the most that a message holds
@@ -36,6 +37,8 @@ GroupId = Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
 Word = Annotated[str, Meta(max_length=100)]
 Digest = bytes  # of 32 bytes at most, if the caller is right
 Key = Annotated[bytes, Meta(min_length=4, max_length=MAX_DIGEST_BYTES + 4)]
+Shape = Annotated[list[int], Meta(max_length=MAX_FIELDS)]
+FieldValue = int | Word | Annotated[list[int | Word | Shape], Meta(max_length=MAX_FIELDS)] | None
 ByGroup = Annotated[list[Packed], Meta(max_length=MAX_GROUPS)]
 
 
@@ -47,8 +50,14 @@ def pack(numbers: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+class NotPackedError(ValueError):
+    """Bytes that are no row of numbers."""
+
+
 def unpack(packed: bytes) -> list[int]:
-    """The numbers again. ValueError if there is a rest."""
+    """The numbers again. NotPackedError if there is a rest."""
+    if len(packed) % ITEM_BYTES:
+        raise NotPackedError(f"a row of numbers in {len(packed)} bytes")
     numbers = array(_INT32)
     numbers.frombytes(packed)
     if _IS_SWAPPED:
@@ -67,7 +76,7 @@ class GroupSetup(Message):
     """A KV cache group. kind: the class of its spec; fields: those of the spec, by name."""
 
     kind: Word
-    fields: Annotated[dict[Word, Any], Meta(max_length=32)]
+    fields: Annotated[dict[Word, FieldValue], Meta(max_length=MAX_FIELDS)]
     is_eagle_group: bool
 
 

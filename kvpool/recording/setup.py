@@ -145,4 +145,5 @@ def _make_spec(group: GroupSetup) -> KVCacheSpec:
     unknown = group.fields.keys() - {field.name for field in fields(kind)}
     if unknown:
         raise InvalidArgumentError(f"a {group.kind} has no {min(unknown)!r}")
-    return kind(**group.fields)
+    values: dict[str, Any] = dict(group.fields)
+    return kind(**values)
