@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from kvpool.kv_cache_queries import KVCacheQueries
 from kvpool.managers import MambaManager
+from kvpool.managers.base import AllocationNote
 
 if TYPE_CHECKING:
+    from kvpool.reference.block import KVCacheBlock
     from kvpool.request import Request
 
 
@@ -35,22 +37,28 @@ class KVCacheWithdrawal(KVCacheQueries):
         for manager in self.coordinator.single_type_managers:
             manager.take_back(request.request_id, num_computed_tokens)
 
-    def count_held_blocks(self, request_id: str) -> list[int | None]:
-        """Per group, blocks in the request's table; None: it has no table."""
-        tables = [manager.req_to_blocks.get(request_id) for manager in self.coordinator.single_type_managers]
-        return [None if table is None else len(table) for table in tables]
+    def note_tables(self, request_id: str) -> list[AllocationNote]:
+        """Per group what ``undo_allocation`` needs, before anything is counted or taken for the request."""
+        return [manager.note(request_id) for manager in self.coordinator.single_type_managers]
+
+    def undo_count(self, request_id: str, notes: Sequence[AllocationNote]) -> None:
+        """Take back what groups have noted while they counted the blocks of an allocation that is refused."""
+        for manager, note in zip(self.coordinator.single_type_managers, notes):
+            if isinstance(manager, MambaManager):
+                manager.undo_count(request_id, note)
 
     def undo_allocation(
-        self, request: Request, num_computed_tokens: int, num_held_blocks: Sequence[int | None]
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        notes: Sequence[AllocationNote],
+        hits: Sequence[Sequence[KVCacheBlock]],
     ) -> None:
-        """Set the tables back to the lengths that they had before an allocation that has failed in the middle, and take
-        the hashes that it has given. Tables of Mamba states that have been changed stay."""
-        for manager, num_blocks in zip(self.coordinator.single_type_managers, num_held_blocks):
-            if num_blocks is None:
-                manager.take_back(request.request_id, num_computed_tokens)
-                manager.free(request.request_id)
-            else:
-                manager.take_back(request.request_id, num_computed_tokens, num_blocks)
+        """Set the tables back to what they were before an allocation that has failed in the middle, with all that goes
+        with them, and take the hashes that it has given. Hits count as used last, and what was evicted stays so."""
+        groups = list(zip(self.coordinator.single_type_managers, notes, hits))
+        for manager, note, blocks in reversed(groups):  # new blocks go back to the head of the free list, as they came
+            manager.undo_allocation(request.request_id, num_computed_tokens, note, blocks)
 
     def find_uncomputed_ids(self, request: Request, num_computed_tokens: int) -> list[int]:
         """Ids of the request's blocks that can be hit and hold a token beyond ``num_computed_tokens``."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import MutableSequence, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.kv_cache_spec import AttentionSpec, KVCacheSpec, ceil_div
@@ -30,6 +30,36 @@ if TYPE_CHECKING:
     from kvpool.block_hash import BlockHashList
     from kvpool.block_pool import BlockPool
     from kvpool.reference.block import KVCacheBlock
+
+
+class AllocationNote(NamedTuple):
+    """What a manager holds for a request before an allocation; None where it has nothing.
+
+    Attributes:
+        num_blocks: in its table.
+        num_cached_blocks, partial_hit: the manager's entries for the request.
+        last_hashes: ids and hashes of the last blocks of the table that can be hit.
+        num_copies, num_new_ids: lengths of the manager's lists for ``take_pending_cow_copies`` and
+            ``take_new_block_ids``.
+        is_allocated, checkpoint: of aligned Mamba states.
+    """
+
+    num_blocks: int | None
+    num_cached_blocks: int | None
+    partial_hit: tuple[int, KVCacheBlock] | None
+    last_hashes: frozenset[tuple[int, Any]]
+    num_copies: int
+    num_new_ids: int
+    is_allocated: bool = False
+    checkpoint: tuple[int, int] | None = None
+
+
+def set_or_remove(values: dict[str, Any], request_id: str, value: Any) -> None:
+    """None: the request has no entry."""
+    if value is None:
+        values.pop(request_id, None)
+    else:
+        values[request_id] = value
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -323,14 +353,79 @@ class SingleTypeKVCacheManager(ABC):
         self._shorten(request_id, num_kept_blocks)
 
     def _shorten(self, request_id: str, num_blocks: int) -> None:
+        self.block_pool.free_blocks(self._cut(request_id, num_blocks)[::-1])
+
+    def _cut(self, request_id: str, num_blocks: int) -> Sequence[KVCacheBlock]:
+        """Takes all but the first blocks out of the request's table, and returns them."""
         table = self.req_to_blocks.get(request_id)
         if table is None or len(table) <= num_blocks:
-            return
+            return []
         kept, removed = table[:num_blocks], table[num_blocks:]
         shortened = self.block_pool.new_block_table()
         shortened += kept
         self.req_to_blocks[request_id] = shortened
-        self.block_pool.free_blocks(removed[::-1])
+        return removed
+
+    # An allocation that fails
+
+    def note(self, request_id: str) -> AllocationNote:
+        """What ``undo_allocation`` needs to know, before anything is taken for the request. O(blocks of its table that
+        are not cached)."""
+        table = self.req_to_blocks.get(request_id)
+        num_cached_blocks = self.num_cached_block.get(request_id)
+        return AllocationNote(
+            None if table is None else len(table),
+            num_cached_blocks,
+            self._partial_hit_reqs.get(request_id),
+            frozenset(self._last_hashes(request_id, num_cached_blocks or 0)),
+            len(self._pending_cow_copies),
+            len(self.new_block_ids),
+        )
+
+    def undo_allocation(
+        self, request_id: str, num_computed_tokens: int, note: AllocationNote, hits: Sequence[KVCacheBlock]
+    ) -> None:
+        """Set all back that has changed since the note, but for hashes that are gone: of blocks that were taken, and of
+        the end of a prompt where its block was published as a whole.
+
+        Args:
+            num_computed_tokens: what covers more was published since the note, but for hits.
+            hits: blocks that the request was to start with.
+        """
+        hit_ids = {block.block_id for block in hits}
+        new_ids = self.find_uncomputed_ids(request_id, num_computed_tokens)
+        new_ids = [block_id for block_id in new_ids if block_id not in hit_ids]
+        if note.num_blocks is not None:  # and what is computed, and was not published so far
+            new_hashes = set(self._last_hashes(request_id, note.num_cached_blocks or 0)) - note.last_hashes
+            new_ids += [block_id for block_id, _ in new_hashes]
+        self.block_pool.evict_blocks(new_ids)
+        while len(self._pending_cow_copies) > note.num_copies:
+            self._undo_copy(request_id, *self._pending_cow_copies[-1])
+            self._pending_cow_copies.pop()
+        del self.new_block_ids[note.num_new_ids :]
+        removed = self._cut(request_id, note.num_blocks or 0)
+        if note.num_blocks is None:
+            self.req_to_blocks.pop(request_id, None)
+        set_or_remove(self.num_cached_block, request_id, note.num_cached_blocks)
+        set_or_remove(self._partial_hit_reqs, request_id, note.partial_hit)
+        # New ones back to where they were; hits to where freed blocks go.
+        self.block_pool.free_blocks([block for block in removed if block.block_hash is None], prepend=True)
+        self.block_pool.free_blocks([block for block in removed[::-1] if block.block_hash is not None])
+
+    def _last_hashes(self, request_id: str, num_cached_blocks: int) -> list[tuple[int, Any]]:
+        """Ids and hashes of the request's last blocks that can be hit: those behind the cached ones, and two before,
+        as states of Mamba layers may be published later than the blocks that they are in."""
+        if not self.enable_caching:
+            return []
+        table = self.req_to_blocks.get(request_id, ())
+        last = table[max(num_cached_blocks - 2, 0) :]
+        return [(block.block_id, block.block_hash) for block in last if block.block_hash is not None]
+
+    def _undo_copy(self, request_id: str, source_block: KVCacheBlock, cow_block: KVCacheBlock) -> None:
+        """The source has the place in the table again that ``_apply_cow`` gave to the copy."""
+        table = self.req_to_blocks[request_id]
+        table[next(i for i, block in enumerate(table) if block is cow_block)] = source_block
+        self.block_pool.free_blocks([cow_block, cow_block], prepend=True)
 
     # Prefix cache
 

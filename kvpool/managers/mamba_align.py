@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import BlockStateError
 from kvpool.kv_cache_spec import MambaSpec, ceil_div
-from kvpool.managers.base import SingleTypeKVCacheManager
+from kvpool.managers.base import AllocationNote, SingleTypeKVCacheManager, set_or_remove
 
 if TYPE_CHECKING:
     from kvpool.block_hash import BlockHashWithGroupId
@@ -95,6 +95,8 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         self._allocated_block_reqs: set[str] = set()
         # By request id, tokens and index of the checkpoint that the step makes.
         self._checkpoints: dict[str, tuple[int, int]] = {}
+        # Of the last allocation: index of the first scratch block that moved, and those that did.
+        self._last_move: tuple[int, Sequence[KVCacheBlock]] = 0, ()
 
     # Blocks for a request
 
@@ -195,6 +197,7 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
 
         # From here on nothing fails.
         table = self.req_to_blocks[request_id]
+        self._last_move = first_scratch, moved
         table += [self._null_block] * num_nulls
         table += moved
         table[first_scratch : first_scratch + num_moved] = [self._null_block] * num_moved
@@ -219,6 +222,57 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         source_block.ref_cnt += 1
         if cow_block.block_hash is not None:
             self.cached_blocks_this_step.add(cow_block.block_hash)
+
+    # An allocation that fails
+
+    def note(self, request_id: str) -> AllocationNote:
+        self._last_move = 0, ()
+        return (
+            super()
+            .note(request_id)
+            ._replace(
+                is_allocated=request_id in self._allocated_block_reqs, checkpoint=self._checkpoints.get(request_id)
+            )
+        )
+
+    def undo_count(self, request_id: str, note: AllocationNote) -> None:
+        """What ``get_num_blocks_to_allocate`` has noted for a step that will not be."""
+        set_or_remove(self._checkpoints, request_id, note.checkpoint)
+
+    def undo_allocation(
+        self, request_id: str, num_computed_tokens: int, note: AllocationNote, hits: Sequence[KVCacheBlock]
+    ) -> None:
+        first_scratch, moved = self._last_move
+        if moved:
+            table = self.req_to_blocks[request_id]
+            past_held = note.num_blocks or 0
+            for i in range(past_held, len(table)):
+                if any(table[i] is block for block in moved):
+                    table[i] = self._null_block
+            table[first_scratch : first_scratch + len(moved)] = moved
+            self._last_move = 0, ()
+        keys = [
+            block.block_hash
+            for block in self.req_to_blocks.get(request_id, ())
+            if (block.block_hash_num_tokens or 0) > num_computed_tokens and block.block_hash is not None
+        ]
+        super().undo_allocation(request_id, num_computed_tokens, note, hits)
+        for key in keys:
+            # What others have of the same tokens may be of this step as well: they wait for the next.
+            if self.block_pool.cached_block_hash_to_block.get_one_block(key) is None:
+                self.cached_blocks_this_step.discard(key)
+        self.undo_count(request_id, note)
+        if not note.is_allocated:
+            self._allocated_block_reqs.discard(request_id)
+
+    def _undo_copy(self, request_id: str, source_block: KVCacheBlock, cow_block: KVCacheBlock) -> None:
+        if any(block is cow_block for block in self.req_to_blocks[request_id]):
+            super()._undo_copy(request_id, source_block, cow_block)
+            return
+        if cow_block.block_hash is not None:
+            self.cached_blocks_this_step.discard(cow_block.block_hash)
+            self.block_pool.move_block_hashes(cow_block, source_block)
+        self.block_pool.free_blocks([cow_block, source_block], prepend=True)  # the table has the source too
 
     # Giving blocks back
 
