@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.kv_cache_manager import PlainKVCacheManager
+from kvpool.playback.limits import DEFAULT_LIMITS
 from kvpool.playback.player import PlaybackReport, play_recording
+from kvpool.playback.reader import RecordingReader
 from kvpool.recording.calls import recorded
-from kvpool.recording.frames import HEAD, MAGIC, frame
+from kvpool.recording.frames import MAGIC, frame
 from kvpool.recording.settings import FILE_VARIABLE, SIZE_VARIABLE
 
 RecordingKVCacheManager = recorded(PlainKVCacheManager)
@@ -49,18 +51,12 @@ def play(path: Path, **options: Any) -> PlaybackReport:
     return report
 
 
-def frames_of(data: bytes) -> list[bytes]:
-    """The messages of a file, encoded."""
-    assert data.startswith(MAGIC)
-    place, bodies = len(MAGIC), []
-    while place < len(data):
-        num_bytes, _ = HEAD.unpack_from(data, place)
-        place += HEAD.size
-        bodies.append(data[place : place + num_bytes])
-        place += num_bytes
-    return bodies
+def messages_of(path: Path) -> list[Any]:
+    """All of a file, the head first."""
+    with RecordingReader(path, DEFAULT_LIMITS) as reader:
+        return [reader.head, *(placed.message for placed in reader)]
 
 
 def file_of(messages: list[Any]) -> bytes:
-    """A file of decoded messages."""
+    """A file of these messages."""
     return MAGIC + b"".join(map(frame, messages))

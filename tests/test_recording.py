@@ -22,7 +22,7 @@ import scheduler_runs
 from conftest import BACKEND_NAMES
 from manager_histories import History, Stack
 from manager_layouts import MAKERS, Layout, ManagerRequest, make_config
-from recordings import file_of, finish, play, recording_to
+from recordings import file_of, finish, messages_of, play, recording_to
 from test_contents_engine import EngineHistory
 from test_contents_scheduler import SPECS, SchedulerHistory
 
@@ -279,11 +279,6 @@ def test_a_recording_ends_with_its_manager(path: Path) -> None:
 
 
 # ---- what a playback finds ----
-
-
-def messages_of(path: Path) -> list[Any]:
-    with RecordingReader(path, DEFAULT_LIMITS) as reader:
-        return [reader.head, *(placed.message for placed in reader)]
 
 
 def a_recording(path: Path) -> list[Any]:
