@@ -308,7 +308,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
             num_processed_tokens,
             num_prompt_tokens=request.num_prompt_tokens,
         )
-        notes = self.note_tables(request_id)
+        notes = self._note_tables(request_id)
         num_blocks = coordinator.get_num_blocks_to_allocate(
             request_id=request_id,
             num_tokens=num_tokens_need_slot,
@@ -320,7 +320,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
             prefill_end=prefill_end,
         )
         if num_blocks + watermark_blocks > self.block_pool.get_num_free_blocks() - reserved_blocks:
-            self.undo_count(request_id, notes)
+            self._undo_count(request_id, notes)
             return None
         try:
             if adopts_computed:
@@ -337,7 +337,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
             if not delay_cache_blocks:
                 coordinator.cache_blocks(request, num_tokens_to_cache)
         except BaseException:  # counts that don't belong together: a group needs more than was foreseen
-            self.undo_allocation(request, num_local_computed_tokens, notes, hits)
+            self._undo_allocation(request, num_local_computed_tokens, notes, hits)
             raise
         return self.create_kv_cache_blocks(new_blocks)
 

@@ -37,17 +37,17 @@ class KVCacheWithdrawal(KVCacheQueries):
         for manager in self.coordinator.single_type_managers:
             manager.take_back(request.request_id, num_computed_tokens)
 
-    def note_tables(self, request_id: str) -> list[AllocationNote]:
-        """Per group what ``undo_allocation`` needs, before anything is counted or taken for the request."""
+    def _note_tables(self, request_id: str) -> list[AllocationNote]:
+        """Per group what ``_undo_allocation`` needs, before anything is counted or taken for the request."""
         return [manager.note(request_id) for manager in self.coordinator.single_type_managers]
 
-    def undo_count(self, request_id: str, notes: Sequence[AllocationNote]) -> None:
+    def _undo_count(self, request_id: str, notes: Sequence[AllocationNote]) -> None:
         """Take back what groups have noted while they counted the blocks of an allocation that is refused."""
         for manager, note in zip(self.coordinator.single_type_managers, notes):
             if isinstance(manager, MambaManager):
                 manager.undo_count(request_id, note)
 
-    def undo_allocation(
+    def _undo_allocation(
         self,
         request: Request,
         num_computed_tokens: int,

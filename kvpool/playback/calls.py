@@ -183,11 +183,6 @@ def _take_back(on: Implementation, op: ops.TakeBack, requests: Requests) -> Outc
     return NOTHING
 
 
-def _undo_allocation(on: Implementation, op: ops.UndoAllocation, requests: Requests) -> Outcome:
-    on.manager.undo_allocation(requests.get(op.request), op.num_computed_tokens, op.num_held_blocks)
-    return NOTHING
-
-
 def _drop_pending(on: Implementation, op: ops.DropPending, requests: Requests) -> Outcome:
     on.manager.drop_pending()
     return NOTHING
@@ -309,7 +304,6 @@ _CALLS: dict[type[Operation], Callable[[Implementation, Any, Requests], Outcome]
     ops.ResetPrefixCache: _reset_prefix_cache,
     ops.NewStepStarts: _new_step_starts,
     ops.TakeBack: _take_back,
-    ops.UndoAllocation: _undo_allocation,
     ops.DropPending: _drop_pending,
     ops.ReleaseOrphans: _release_orphans,
     ops.RecordBlocksForZeroing: _record_blocks_for_zeroing,

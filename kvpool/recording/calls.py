@@ -292,19 +292,6 @@ class RecordedManagerCalls(_ManagerBase):
         )
         return None
 
-    def undo_allocation(
-        self, request: Request, num_computed_tokens: int, num_held_blocks: Sequence[int | None]
-    ) -> None:
-        recorder, call = self._recorder, super().undo_allocation
-        if recorder is None or not recorder.takes_calls:
-            return call(request, num_computed_tokens, num_held_blocks)
-        recorder.call(
-            lambda: call(request, num_computed_tokens, num_held_blocks),
-            lambda: ("undo_allocation", recorder.tell(request), num_computed_tokens, list(num_held_blocks)),
-            _nothing,
-        )
-        return None
-
     def drop_pending(self) -> None:
         recorder, call = self._recorder, super().drop_pending
         if recorder is None or not recorder.takes_calls:

@@ -308,12 +308,6 @@ class TakeBack(Operation, tag="take_back"):
     num_computed_tokens: Number
 
 
-class UndoAllocation(Operation, tag="undo_allocation"):
-    request: Count
-    num_computed_tokens: Number
-    num_held_blocks: Annotated[list[Number | None], Meta(max_length=MAX_GROUPS)]
-
-
 class DropPending(Operation, tag="drop_pending"):
     pass
 
