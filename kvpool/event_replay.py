@@ -1,8 +1,9 @@
 """Replays of published batches: what is remembered, and the socket that answers requests for it.
 
 A request may be eight bytes and its answer the whole memory, so an answer is given in pieces, clients in turn, and all
-of it in a share of the thread's time: whoever asks too much waits, and not the publishing. Nothing more is read from
-the socket while too many wait. A client that fetches nothing for a while, or is gone, loses its answer.
+of it in a share of the thread's time: whoever asks too much waits, and not the publishing. Requests are read as they
+come, as ZeroMQ holds any number of them, and refused while too many wait. A client that fetches nothing for a while, or
+is gone, loses its answer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ logger = logging.getLogger("kvpool")
 SEQUENCE_NUMBER_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_NUMBER_BYTES, "big", signed=True)
 
-MAX_WAITING_REQUESTS = 256
-"""Requests that are read and not answered, of all clients."""
+MAX_WAITING_REQUESTS = 512
+"""Requests that wait for their answers, of all clients; beyond that they are refused."""
 
 MAX_WAITING_REQUESTS_PER_CLIENT = 4
 """Of one client; beyond that they are refused."""
@@ -33,7 +34,8 @@ _TURN_SECONDS = 0.002
 _REST_PER_WORK = 3  # so a quarter of the time
 _RETRY_SECONDS = 0.002  # when all clients have to fetch first
 _MESSAGES_PER_PIECE = 32
-_REQUESTS_PER_TURN = 64
+_REQUESTS_PER_TURN = 1024
+_REQUESTS_PER_CLOCK = 16
 _MS_PER_SECOND = 1000
 
 
@@ -85,6 +87,7 @@ class ReplayServer:
     Attributes:
         num_refused: requests since creation that were none, or one too many of a client.
         num_abandoned: clients since creation that did not fetch their answers to the end.
+        num_bytes_read, num_frames_read: of requests, refused ones too.
     """
 
     def __init__(self, zmq: Any, router: Any, remembered: RememberedBatches, topic: bytes) -> None:
@@ -97,11 +100,24 @@ class ReplayServer:
         self._rests_until = 0.0
         self.num_refused = 0
         self.num_abandoned = 0
+        self.num_bytes_read = self.num_frames_read = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was asked for is sent."""
+        return not self._clients
+
+    def start_over(self, router: Any) -> None:
+        """With another socket, to which none of the clients is connected."""
+        self._router = router
+        for client in self._clients.values():
+            self._abandon(client, "the connection was cut")
+        self._clients.clear()
 
     @property
     def reads_requests(self) -> bool:
         """Whether the socket is worth a look for requests now."""
-        return self._num_waiting < MAX_WAITING_REQUESTS and time.monotonic() >= self._rests_until
+        return time.monotonic() >= self._rests_until
 
     def next_work_ms(self) -> int | None:
         """Milliseconds until ``work`` can do more, None if only a request can make it so."""
@@ -115,7 +131,7 @@ class ReplayServer:
         if time.monotonic() < self._rests_until:
             return
         start = time.thread_time()
-        has_worked = self._read_requests() > 0
+        has_worked = self._read_requests(start) > 0
         for identity in list(self._clients):
             client = self._clients.pop(identity)
             has_worked |= self._send_piece(client)
@@ -126,16 +142,21 @@ class ReplayServer:
         rest = max(_REST_PER_WORK * (time.thread_time() - start), 0.0 if has_worked else _RETRY_SECONDS)
         self._rests_until = time.monotonic() + rest if has_worked or self._clients else 0.0
 
-    def _read_requests(self) -> int:
+    def _read_requests(self, start: float) -> int:
         for num_read in range(_REQUESTS_PER_TURN):
-            if self._num_waiting >= MAX_WAITING_REQUESTS:
+            if num_read % _REQUESTS_PER_CLOCK == 0 and time.thread_time() - start > _TURN_SECONDS:
                 return num_read
             try:
                 identity, *request = self._router.recv_multipart(self._zmq.NOBLOCK)
             except self._zmq.Again:
                 return num_read
+            self.num_frames_read += len(request)
+            self.num_bytes_read += sum(map(len, request))
             if len(request) != 2 or request[0] or len(request[1]) != SEQUENCE_NUMBER_BYTES:
                 self._refuse(f"{len(request)} frames of {sum(map(len, request))} bytes")
+                continue
+            if self._num_waiting >= MAX_WAITING_REQUESTS:
+                self._refuse(f"{self._num_waiting} wait already")
                 continue
             client = self._clients.setdefault(identity, _Client(identity, deque()))
             if len(client.answers) >= MAX_WAITING_REQUESTS_PER_CLIENT:

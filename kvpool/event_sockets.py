@@ -7,37 +7,27 @@ then (empty, empty, ``END_OF_REPLAY``, empty). It needs a DEALER for that: a REQ
 
 Neither socket ever makes the sender wait. What a peer does not fetch is lost for it beyond a bound, and the sequence
 numbers show it. Each has a ZeroMQ context, and so an I/O thread, of its own: whatever comes in by one does not hold up
-the other.
+the other. What peers send is bounded by ``WatchedSocket``.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
-from kvpool.curve import HANDSHAKE_SECONDS, ClientGate, CurveKeys, is_tcp, require_protection
-from kvpool.event_endpoints import bind, is_bind_endpoint, offset_endpoint_port
+from kvpool.curve import require_protection
+from kvpool.event_endpoints import is_bind_endpoint, offset_endpoint_port
 from kvpool.event_replay import END_OF_REPLAY, SEQUENCE_NUMBER_BYTES, RememberedBatches, ReplayServer
-from kvpool.peer_limits import PeerLimits
+from kvpool.watched_socket import WatchedSocket
 
 __all__ = ["END_OF_REPLAY", "EventSockets"]
 
 LOOPBACK_ENDPOINT = "tcp://127.0.0.1:5557"
 
-MAX_REQUEST_BYTES = 1024
-"""The largest frame that either socket takes: a subscription to a topic of less than that, a replay request."""
-
-_MAX_UNREAD_MESSAGES = 16  # of one peer; TCP holds back the others
-_RECEIVE_BUFFER_BYTES = 4096  # the kernel's: what little peers say fits, and a flood comes in slowly
 _REPLAY_HWM = 128  # what one client is ahead of what it fetches
-_KEEPALIVE_IDLE_SECONDS = 60
-_KEEPALIVE_INTERVAL_SECONDS = 10
-_KEEPALIVE_PROBES = 3
+_RENEWAL_CHECK_SECONDS = 1.0
 _MS_PER_SECOND = 1000
-
-_LONG_FRAME_BYTES = 256  # from there on, a frame has the longer header
-_SHORT_HEADER_BYTES, _LONG_HEADER_BYTES = 2, 9
-_CURVE_FRAME_BYTES = 33
 
 
 class EventSockets:
@@ -92,11 +82,13 @@ class EventSockets:
         self._max_peers = max_peers
         self._keys = keys
         self._remembered = RememberedBatches(num_remembered, max_buffered_bytes)
-        self._pub: _Opened | None = None
-        self._replay: _Opened | None = None
+        self._pub: WatchedSocket | None = None
+        self._replay: WatchedSocket | None = None
         self._replay_server: ReplayServer | None = None
         self._poller = self.zmq.Poller()
         self._num_full = 0
+        self._num_explained_bytes = 0  # that the replay socket got and does not keep, when it was renewed last
+        self._next_renewal = 0.0
         try:
             self._open(max_buffered_bytes)
         except BaseException:
@@ -105,36 +97,42 @@ class EventSockets:
 
     def _open(self, max_buffered_bytes: int) -> None:
         zmq = self.zmq
-        self._pub = _Opened(
+        # A full subscriber is told first, and only then left out; see send().
+        options = {zmq.SNDHWM: self._hwm, zmq.XPUB_NODROP: 1}
+        self._pub = WatchedSocket(
             zmq,
             zmq.PUB,
+            options,
             self.endpoint,
-            self._binds,
-            self._keys,
-            self._max_peers,
-            sndhwm=self._hwm,
+            binds=self._binds,
+            keys=self._keys,
+            max_peers=self._max_peers,
             max_lag_bytes=max_buffered_bytes,
+            keeps=True,
         )
-        # A full subscriber is told first, and only then left out; see send().
-        self._pub.socket.setsockopt(zmq.XPUB_NODROP, 1)
         self.endpoint = self._pub.open()
         if self.replay_endpoint is not None:
-            self._replay = _Opened(
-                zmq, zmq.ROUTER, self.replay_endpoint, True, self._keys, self._max_peers, sndhwm=_REPLAY_HWM
-            )
             # So a peer that is gone or full is told, and not left out in silence.
-            self._replay.socket.router_mandatory = True
+            options = {zmq.SNDHWM: _REPLAY_HWM, zmq.ROUTER_MANDATORY: 1}
+            self._replay = WatchedSocket(
+                zmq,
+                zmq.ROUTER,
+                options,
+                self.replay_endpoint,
+                binds=True,
+                keys=self._keys,
+                max_peers=self._max_peers,
+            )
             self.replay_endpoint = self._replay.open()
             self._replay_server = ReplayServer(zmq, self._replay.socket, self._remembered, self._topic)
 
-    def _all(self) -> list[_Opened]:
+    def _all(self) -> list[WatchedSocket]:
         return [opened for opened in (self._pub, self._replay) if opened is not None]
 
     @property
     def num_overflows(self) -> int:
         """How often, since creation, more waited for a subscriber than may, so that it lost some."""
-        limits = self._pub.limits if self._pub else None
-        return self._num_full + (limits.num_lagging if limits else 0)
+        return self._num_full + (self._pub.num_lagging if self._pub else 0)
 
     @property
     def num_refused_requests(self) -> int:
@@ -151,8 +149,7 @@ class EventSockets:
         """Connections since creation that failed in ZeroMQ's handshake (silence, no key that is admitted), or were cut
         because they went beyond a limit. Without those that ZeroMQ ends itself because of a frame that is none or too
         large: it does not tell of them."""
-        limits = [opened.limits for opened in self._all() if opened.limits is not None]
-        return sum(each.num_cut - each.num_lagging + each.num_failed_handshakes for each in limits)
+        return sum(each.num_refused for each in self._all())
 
     def close(self, linger_seconds: float) -> None:
         """Close both; what was sent may take so long to leave."""
@@ -172,13 +169,37 @@ class EventSockets:
         if self._replay is not None and self._replay_server is not None:
             # Register with no events is to unregister.
             self._poller.register(self._replay.socket, self.zmq.POLLIN if self._replay_server.reads_requests else 0)
+        if self._pub is not None:
+            # It can never be read, but takes subscriptions, and drops all else, only while it is waited for.
+            self._poller.register(self._pub.socket, self.zmq.POLLIN)
         ready = {socket for socket, _ in self._poller.poll(self._wait_ms(timeout_ms))}
         if self._replay_server is not None:
             self._replay_server.work()
+            self._renew_replay()
         return file_descriptor in ready
 
+    def _renew_replay(self) -> None:
+        """Once clients have sent much that was not read, and may never be: between replays if there is such a time, and
+        at twice as much anyway."""
+        replay, server = self._replay, self._replay_server
+        if replay is None or server is None:
+            return
+        explained = replay.wire_bytes(server.num_bytes_read, server.num_frames_read)
+        kept = replay.num_received_bytes - explained - self._num_explained_bytes
+        if kept <= replay.max_total_bytes or time.monotonic() < self._next_renewal:
+            return
+        if (server.is_idle and not replay.socket.poll(0)) or kept > 2 * replay.max_total_bytes:
+            self._poller.register(replay.socket, 0)  # which takes it out, if it is in
+            if replay.renew():
+                server.start_over(replay.socket)
+                self._num_explained_bytes += kept
+            else:
+                self._next_renewal = time.monotonic() + _RENEWAL_CHECK_SECONDS
+
     def _wait_ms(self, timeout_ms: int | None) -> int | None:
-        times = [timeout_ms, self._replay_server.next_work_ms() if self._replay_server else None]
+        times = [timeout_ms]
+        if self._replay_server is not None:
+            times += [self._replay_server.next_work_ms(), int(_RENEWAL_CHECK_SECONDS * _MS_PER_SECOND)]
         return min((each for each in times if each is not None), default=None)
 
     def send(self, sequence_number: int, payload: bytes) -> None:
@@ -198,100 +219,7 @@ class EventSockets:
             finally:
                 pub.setsockopt(self.zmq.XPUB_NODROP, 1)
         self._remembered.append(sequence_number, payload)
-        if self._pub.limits is not None:
-            self._pub.limits.note_published(self._pub.wire_bytes(message))
-
-
-class _Opened:
-    """A socket with what watches over it, in a context of its own; that of the process for ``inproc``, which needs
-    that.
-
-    Args:
-        binds: rather than connects.
-        keys: folder; for TCP alone. The side that binds is CURVE's server.
-    """
-
-    def __init__(
-        self,
-        zmq: Any,
-        kind: int,
-        endpoint: str,
-        binds: bool,
-        keys: str | os.PathLike[str] | None,
-        max_peers: int,
-        sndhwm: int,
-        max_lag_bytes: int | None = None,
-    ) -> None:
-        self.limits: PeerLimits | None = None
-        self._frame_bytes = 0  # that the encryption of a frame adds
-        self._gate: ClientGate | None = None
-        self._endpoint = endpoint
-        self._binds = binds
-        own_keys = None
-        if keys is not None and is_tcp(endpoint):
-            own_keys = CurveKeys.load_server(keys) if binds else CurveKeys.load_client(keys)
-        self._is_shared = endpoint.startswith("inproc://")
-        self._context = zmq.Context.instance() if self._is_shared else zmq.Context()
-        try:
-            self.socket = self._context.socket(kind)
-            self.socket.sndhwm = sndhwm
-            self.socket.rcvhwm = _MAX_UNREAD_MESSAGES
-            self.socket.maxmsgsize = MAX_REQUEST_BYTES
-            self.socket.rcvbuf = _RECEIVE_BUFFER_BYTES
-            self._keep_alive(zmq)
-            if own_keys is not None and binds:
-                self._gate = ClientGate(self._context, own_keys)
-                self._gate.protect(self.socket)
-                self._frame_bytes = _CURVE_FRAME_BYTES
-            elif own_keys is not None:
-                own_keys.protect_client(self.socket)
-            if binds and not self._is_shared:
-                self.socket.handshake_ivl = int(HANDSHAKE_SECONDS * _MS_PER_SECOND)
-                self.limits = PeerLimits(self.socket, max_peers, max_lag_bytes=max_lag_bytes)
-        except BaseException:
-            self.close_socket(0)
-            self.close_context()
-            raise
-
-    def _keep_alive(self, zmq: Any) -> None:
-        """A machine that is gone without a word must not hold a connection for ever. The kernel asks: ZeroMQ's own
-        heartbeats would be new on the wire."""
-        self.socket.tcp_keepalive = 1
-        self.socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_SECONDS
-        self.socket.tcp_keepalive_intvl = _KEEPALIVE_INTERVAL_SECONDS
-        self.socket.tcp_keepalive_cnt = _KEEPALIVE_PROBES
-
-    def open(self) -> str:
-        """Bind or connect; the endpoint, with the port that the system chose."""
-        if self._binds:
-            endpoint = bind(self.socket, self._endpoint)
-            if self.limits is not None:
-                self.limits.start()
-            return endpoint
-        self.socket.connect(self._endpoint)
-        return self._endpoint
-
-    def wire_bytes(self, frames: tuple[bytes, ...]) -> int:
-        """What ZeroMQ makes of a message."""
-        num_bytes = 0
-        for frame in frames:
-            body = len(frame) + self._frame_bytes
-            num_bytes += body + (_SHORT_HEADER_BYTES if body < _LONG_FRAME_BYTES else _LONG_HEADER_BYTES)
-        return num_bytes
-
-    def close_socket(self, linger_ms: int) -> None:
-        if self.limits is not None:
-            self.limits.close()
-        socket = getattr(self, "socket", None)
-        if socket is not None:
-            socket.close(linger=linger_ms)
-
-    def close_context(self) -> None:
-        """After the socket; waits as long as that lingers."""
-        if self._gate is not None:
-            self._gate.close()
-        if not self._is_shared:
-            self._context.term()
+        self._pub.note_published(message)
 
 
 def _import_zmq() -> Any:

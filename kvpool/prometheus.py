@@ -117,6 +117,26 @@ COUNTERS = (
         "Batches of events lost by the publisher; subscribers see gaps in the sequence.",
         _of_publisher("dropped_batches"),
     ),
+    Reading(
+        "kv_event_overflows",
+        "Times that more waited for a slow subscriber than may, so that it lost batches.",
+        _of_publisher("overflows"),
+    ),
+    Reading(
+        "kv_event_refused_peers",
+        "Connections to the publisher that failed in the handshake or were cut because of a limit.",
+        _of_publisher("refused_peers"),
+    ),
+    Reading(
+        "kv_event_refused_replay_requests",
+        "Requests for replays that were none, or too many.",
+        _of_publisher("refused_requests"),
+    ),
+    Reading(
+        "kv_event_abandoned_replays",
+        "Clients that were gone, or fetched nothing for a while, before a replay was at its end.",
+        _of_publisher("abandoned_replays"),
+    ),
 )
 
 HISTOGRAMS = (

@@ -19,10 +19,12 @@ def connect(endpoint: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
 
 
-def shake_hands(endpoint: str, socket_type: bytes) -> socket.socket:
-    """A connection that ZeroMQ takes for a peer of this type (``SUB``, ``DEALER``)."""
+def shake_hands(endpoint: str, socket_type: bytes, identity: bytes = b"") -> socket.socket:
+    """A connection that ZeroMQ takes for a peer of this type (``SUB``, ``DEALER``), which may name itself."""
     connection = connect(endpoint)
     body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type
+    if identity:
+        body += b"\x08Identity" + struct.pack(">I", len(identity)) + identity
     connection.sendall(GREETING + SHORT_COMMAND + bytes([len(body)]) + body)
     received = b""
     while len(received) < len(GREETING) + 2 or len(received) < len(GREETING) + 2 + received[len(GREETING) + 1]:
@@ -39,11 +41,14 @@ def frame(body: bytes, flags: bytes = SHORT) -> bytes:
 
 
 @contextlib.contextmanager
-def flood(endpoint: str, socket_type: bytes | None, make_bytes: object, num_threads: int = 2) -> Iterator[list[int]]:
+def flood(
+    endpoint: str, socket_type: bytes | None, make_bytes: object, num_threads: int = 2, identity: bytes = b""
+) -> Iterator[list[int]]:
     """Threads that connect, send what ``make_bytes(number)`` gives again and again, and connect anew when cut.
 
     Args:
         socket_type: None for connections without ZeroMQ's handshake.
+        identity: of all of them.
 
     Yields:
         Bytes sent so far, in a list of one for each thread.
@@ -55,7 +60,7 @@ def flood(endpoint: str, socket_type: bytes | None, make_bytes: object, num_thre
         number = index << 32
         while not stop.is_set():
             try:
-                connection = connect(endpoint) if socket_type is None else shake_hands(endpoint, socket_type)
+                connection = connect(endpoint) if socket_type is None else shake_hands(endpoint, socket_type, identity)
             except OSError:
                 continue
             with connection, contextlib.suppress(OSError):

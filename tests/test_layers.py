@@ -17,11 +17,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvpool"
 CSRC = PACKAGE.parent / "csrc"
 
 LAYERS = [
-    ["errors", "_version", "one_line", "request_status", "token_ids"],
+    ["errors", "_version", "one_line", "request_status", "token_ids", "byte_budget", "held_listener"],
     ["arguments", "environment", "curve", "event_replay", "peer_limits"],
     ["json_lines", "sampling_params"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_memory", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus", "_skipped_frees"],
+    ["watched_socket"],
     ["block_hash", "events", "metrics", "event_sockets", "kv_cache_spec"],
     ["event_publisher", "sizing", "kv_cache_blocks", "_block_hashing"],
     ["_batch", "_block", "_hash", "_list_table_operations", "_map_entries", "_request_operations"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_attackers import connect, frame, shake_hands
+from event_attackers import GREETING, connect, frame, shake_hands
 
+from kvpool.byte_budget import ByteBudget
 from kvpool.curve import ClientGate, CurveKeys, make_key_folder
 from kvpool.event_sockets import EventSockets
 from kvpool.peer_limits import PeerLimits
@@ -49,6 +51,8 @@ class Listener:
 
     def close(self) -> None:
         self.limits.close()
+        if self.limits.listener is not None:
+            self.limits.listener.close()
         self.socket.close(0)
         self._context.term()
 
@@ -150,6 +154,146 @@ def test_what_a_peer_sends_is_bounded_by_burst_and_rate(listen: Any) -> None:
         assert is_cut(greedy) and is_open(modest)
 
 
+SUBSCRIPTION = frame(b"\x01" + bytes(97))
+
+
+def test_what_all_send_is_bounded_and_newcomers_wait(listen: Any) -> None:
+    """Who is modest stays; who comes is let in as soon as the budget allows."""
+    budget = ByteBudget(2500, 1500)
+    listener = listen(max_peers=4, burst_bytes=1000, bytes_per_second=10, budget=budget)
+    listener.limits.find_place()
+    with shake_hands(listener.endpoint, b"SUB") as friend, shake_hands(listener.endpoint, b"SUB") as busy:
+        busy.sendall(6 * SUBSCRIPTION)
+        listener.look_for(0.05)
+        assert listener.limits.num_cut == 0
+        for number in range(1, 3):
+            with shake_hands(listener.endpoint, b"SUB") as greedy:
+                greedy.sendall(20 * SUBSCRIPTION)
+                listener.look_until(lambda number=number: listener.limits.num_cut >= number)  # type: ignore[misc]
+            if budget.is_spent:
+                break
+        listener.look_until(lambda: budget.is_spent)
+        listener.limits.look()
+        assert listener.limits.listener.is_shut
+        assert is_cut(busy), "it sent less than a burst, but now that is too much"
+        host, port = listener.endpoint.removeprefix("tcp://").split(":")
+        with socket.socket() as newcomer:
+            newcomer.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                newcomer.connect((host, int(port)))
+        assert is_open(friend)
+        listener.look_until(lambda: not budget.is_spent)
+        listener.look_until(lambda: not listener.limits.listener.is_shut)
+        with shake_hands(listener.endpoint, b"SUB") as newcomer:
+            assert is_open(newcomer)
+
+
+def test_newcomers_are_let_in_again_though_nobody_is_left(listen: Any) -> None:
+    """The thread that looks does not sleep while they wait."""
+    budget = ByteBudget(2000, 4000)
+    listener = listen(max_peers=4, burst_bytes=1000, budget=budget)
+    listener.limits.start()
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not budget.is_spent:
+        assert time.monotonic() < end
+        with contextlib.suppress(OSError), shake_hands(listener.endpoint, b"SUB") as greedy:
+            greedy.sendall(20 * SUBSCRIPTION)
+            is_cut(greedy)
+    while listener.limits.num_peers or budget.is_spent:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    with shake_hands(listener.endpoint, b"SUB") as newcomer:
+        assert is_open(newcomer)
+
+
+def test_what_a_connection_sent_last_is_counted_when_it_is_gone(listen: Any) -> None:
+    budget = ByteBudget(10**6, 1)
+    listener = listen(budget=budget)
+    listener.limits.find_place()
+    ready = 2 + len(b"\x05READY\x0bSocket-Type") + 4 + len(b"SUB")
+    with shake_hands(listener.endpoint, b"SUB") as peer:
+        listener.look_until(lambda: budget.num_bytes == len(GREETING) + ready)
+        peer.sendall(5 * SUBSCRIPTION)
+    time.sleep(0.2)
+    listener.look_until(lambda: listener.limits.num_peers == 0)
+    assert budget.num_bytes == len(GREETING) + ready + 5 * len(SUBSCRIPTION) + 1, "TCP counts the end as a byte"
+
+
+def test_looking_at_a_connection_leaves_it_as_it_is(listen: Any) -> None:
+    """A connection that waits would stop ZeroMQ's thread."""
+    budget = ByteBudget(10**6, 1)
+    listener = listen(budget=budget)
+    listener.limits.find_place()
+    with shake_hands(listener.endpoint, b"SUB") as peer:
+        listener.look_until(lambda: budget.num_bytes > 0)
+        (fd,) = listener.limits._peers
+        assert not os.get_blocking(fd)
+        peer.sendall(SUBSCRIPTION)
+        listener.look_for(0.1)
+        assert not os.get_blocking(fd)
+
+
+def test_a_connection_that_came_and_went_unseen_counts_as_a_burst(listen: Any) -> None:
+    budget = ByteBudget(10**6, 1)
+    listener = listen(budget=budget, burst_bytes=777)
+    listener.limits.find_place()
+    with shake_hands(listener.endpoint, b"SUB"):
+        pass
+    time.sleep(0.2)
+    listener.look_until(lambda: budget.num_bytes > 0)
+    assert budget.num_bytes == 777
+
+
+def test_who_says_nothing_counts_little(listen: Any) -> None:
+    """Nothing if it is cut; what it may have said just then if it goes by itself, after a second an eighth of that."""
+    budget = ByteBudget(10**6, 1)
+    listener = listen(budget=budget, max_peers=1, burst_bytes=800)
+    listener.limits.find_place()
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context(connect(listener.endpoint))
+            listener.look_until(lambda number=number: listener.limits.num_cut == number)  # type: ignore[misc]
+        assert budget.num_bytes == 0
+        listener.look_for(1.2)
+    listener.look_until(lambda: listener.limits.num_peers == 0)
+    assert budget.num_bytes == 100
+    with connect(listener.endpoint):
+        listener.look_until(lambda: listener.limits.num_peers == 1)
+    listener.look_until(lambda: listener.limits.num_peers == 0)
+    assert budget.num_bytes == 900
+
+
+def test_where_there_are_keys_who_fails_in_the_handshake_does_not_count(listen: Any) -> None:
+    budget = ByteBudget(10_000, 1)
+    listener = listen(budget=budget, has_keys=True, burst_bytes=777)
+    listener.limits.find_place()
+    for number in range(1, 20):
+        with connect(listener.endpoint) as stranger:
+            stranger.sendall(GREETING + 100 * bytes(100))
+            listener.look_until(lambda number=number: listener.limits.num_failed_handshakes == number)  # type: ignore[misc]
+    with connect(listener.endpoint):
+        listener.look_until(lambda: listener.limits.num_peers == 1)
+    listener.look_until(lambda: listener.limits.num_peers == 0)
+    assert budget.num_bytes == 0 and not budget.is_spent
+    with shake_hands(listener.endpoint, b"SUB"):
+        listener.look_until(lambda: budget.num_bytes == 777)
+    listener.look_until(lambda: listener.limits.num_peers == 0)
+    assert budget.num_bytes == 777
+
+
+def test_of_those_that_sent_too_much_together_the_largest_goes(listen: Any) -> None:
+    listener = listen(max_held_bytes=2000)
+    peers = [shake_hands(listener.endpoint, b"SUB") for _ in range(3)]
+    for number, peer in enumerate(peers):
+        peer.sendall((3 + 3 * number) * SUBSCRIPTION)
+    listener.look_until(lambda: listener.limits.num_cut == 1)
+    assert is_cut(peers[2]) and is_open(peers[0]) and is_open(peers[1])
+    listener.look_for(0.1)
+    assert listener.limits.num_cut == 1
+    for peer in peers:
+        peer.close()
+
+
 def test_what_waits_for_a_peer_is_bounded(listen: Any) -> None:
     """Whoever fetches is not taken for one who does not, however much is published."""
     listener = listen(max_lag_bytes=5 * 10**6)
@@ -209,12 +353,12 @@ def test_bytes_are_counted_as_they_go_over_the_wire(tmp_path: Path, has_keys: bo
                 number += 1
                 assert number < 1000
             opened = sockets._pub
-            assert opened is not None and opened.limits is not None
+            assert opened is not None and opened._limits is not None
             end = time.monotonic() + 0.5
             while time.monotonic() < end:  # until nothing waits
                 sockets.wait(reading, 10)
-            (peer,) = opened.limits._peers.values()
-            acknowledged, published = acknowledged_bytes(opened.limits), opened.limits._published
+            (peer,) = opened._limits._peers.values()
+            acknowledged, published = acknowledged_bytes(opened._limits), opened._limits._published
             assert (peer.acknowledged_before, peer.queued_before) == (acknowledged, published)
             for size in (0, 1, 200, 214, 222, 223, 255, 256, 257, 1000, 70_000):
                 for _ in range(20):
@@ -223,11 +367,11 @@ def test_bytes_are_counted_as_they_go_over_the_wire(tmp_path: Path, has_keys: bo
                     while reader.poll(0):
                         reader.recv_multipart()
             end = time.monotonic() + PATIENCE_SECONDS
-            while acknowledged_bytes(opened.limits) - acknowledged < opened.limits._published - published:
+            while acknowledged_bytes(opened._limits) - acknowledged < opened._limits._published - published:
                 assert time.monotonic() < end
                 while reader.poll(10):
                     reader.recv_multipart()
-            assert acknowledged_bytes(opened.limits) - acknowledged == opened.limits._published - published
+            assert acknowledged_bytes(opened._limits) - acknowledged == opened._limits._published - published
     finally:
         sockets.close(0)
         os.close(reading)

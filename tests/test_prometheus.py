@@ -15,6 +15,7 @@ import pytest
 
 from kvpool import metrics
 from kvpool.errors import InvalidArgumentError
+from kvpool.event_publisher import ZmqEventPublisher
 from kvpool.kv_cache_manager import KVCacheManager
 from kvpool.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvpool.metrics import KVCacheMetricsCollector
@@ -126,11 +127,31 @@ def test_a_cache_manager_is_read(backend: Any, make_request: Any) -> None:
 
 
 def test_a_publisher_is_read_too(make_pool: Any) -> None:
-    publisher = SimpleNamespace(queued_batches=3, published_batches=7, dropped_batches=2)
+    publisher = SimpleNamespace(
+        queued_batches=3,
+        published_batches=7,
+        dropped_batches=2,
+        overflows=4,
+        refused_peers=5,
+        refused_requests=6,
+        abandoned_replays=8,
+    )
     now = values(KVCacheExporter(make_pool(2), publisher=publisher).registry)
     assert now["kv_event_queued_batches"] == 3.0
     assert now["kv_event_batches_published_total"] == 7.0
     assert now["kv_event_batches_dropped_total"] == 2.0
+    assert now["kv_event_overflows_total"] == 4.0
+    assert now["kv_event_refused_peers_total"] == 5.0
+    assert now["kv_event_refused_replay_requests_total"] == 6.0
+    assert now["kv_event_abandoned_replays_total"] == 8.0
+
+
+def test_all_that_a_publisher_counts_is_read(make_pool: Any) -> None:
+    pytest.importorskip("zmq")
+    with ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
+        now = values(KVCacheExporter(make_pool(2), publisher=publisher).registry)
+    of_publisher = {name: value for name, value in now.items() if name.startswith("kv_event_")}
+    assert len(of_publisher) == 7 and set(of_publisher.values()) == {0.0}
 
 
 def test_histograms_show_all_samples_and_take_none(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import curve, event_publisher, event_replay, event_sockets, peer_limits
+from kvpool import byte_budget, curve, event_publisher, event_replay, peer_limits, watched_socket
 from kvpool.curve import KEYS_VARIABLE
 from kvpool.event_publisher import KVEventsConfig, ZmqEventPublisher
 from kvpool.events import USE_INT_BLOCK_HASHES_VARIABLE
@@ -24,10 +24,22 @@ MIB, KIB = 2**20, 2**10
     [
         ("connections of a socket", [KVEventsConfig().max_peers]),
         ("handshake", [curve.HANDSHAKE_SECONDS]),
-        ("frame from a peer", [event_sockets.MAX_REQUEST_BYTES]),
+        ("frame from a peer", [watched_socket.MAX_REQUEST_BYTES]),
         (
             "bytes from a peer",
-            [peer_limits.DEFAULT_BURST_BYTES // KIB, peer_limits.DEFAULT_BYTES_PER_SECOND // KIB],
+            [watched_socket.PEER_BURST_BYTES // KIB, watched_socket.PEER_BYTES_PER_SECOND],
+        ),
+        (
+            "bytes from all peers of a socket",
+            [
+                watched_socket.TOTAL_BURST_BYTES // KIB,
+                watched_socket.TOTAL_BURST_BYTES_PER_PEER // KIB,
+                watched_socket.TOTAL_BYTES_PER_SECOND // KIB,
+            ],
+        ),
+        (
+            "bytes from all subscribers connected",
+            [watched_socket.TOTAL_BURST_BYTES // KIB, watched_socket.TOTAL_BURST_BYTES_PER_PEER // KIB],
         ),
         ("batches that wait for one subscriber", [event_publisher.DEFAULT_HWM]),
         ("bytes that wait for one subscriber", [event_publisher.DEFAULT_MAX_BUFFERED_BYTES // MIB]),
@@ -45,6 +57,15 @@ MIB, KIB = 2**20, 2**10
 )
 def test_limits_are_those_of_the_code(row: str, figures: list[float]) -> None:
     assert [int(figure.replace(",", "")) for figure in re.findall(r"\d[\d,]*", ROWS[row])] == figures
+
+
+def test_what_happens_beyond_all_limits_together_is_as_told() -> None:
+    (meaning,) = re.findall(r"^\| bytes from all peers of a socket \| [^|]+ \| ([^|]+) \|", TEXT, re.MULTILINE)
+    half = watched_socket.TOTAL_BURST_BYTES / 2 / watched_socket.TOTAL_BYTES_PER_SECOND
+    assert (half, half + byte_budget.MAX_SPENT_SECONDS) == (2.0, 7.0) and "for two to seven seconds" in meaning
+    assert watched_socket.PEER_BURST_BYTES == peer_limits.MODEST_SHARE * KIB and "over 1 KiB just then" in meaning
+    assert watched_socket.PEER_BURST_BYTES == 4 * KIB and "counts as 4 KiB" in meaning
+    assert "when 256 KiB (512 KiB while there are replays)" in TEXT
 
 
 def test_messages_of_workers_are_bounded_as_told() -> None:

@@ -278,6 +278,58 @@ def test_a_peer_that_sends_much_and_hangs_up_does_not_end_the_process(bind: Call
     assert broadcaster.num_refused > 0 and worker.is_alive()
 
 
+TAKE_OVER = """
+import socket, struct, sys, time
+def speak_zmtp():
+    s = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    ready = b"\\x05READY\\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    ready += b"\\x08Identity" + struct.pack(">I", 1) + b"x"
+    s.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00NULL" + bytes(48) + bytes([4, len(ready)]) + ready)
+    s.recv(4096)
+    time.sleep(0.05)
+    return s
+for _ in range(5):
+    old, new = speak_zmtp(), speak_zmtp()
+    for _ in range(5):
+        try:
+            old.sendall(20 * b"\\x00\\x01x")
+        except OSError:
+            break
+        time.sleep(0.02)
+    old.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    old.close()
+    new.close()
+"""
+
+SCHEDULER = """
+import subprocess, sys, threading
+from kvpool.worker import link
+link._HEARTBEAT_SECONDS = 0.3
+from kvpool.worker.broadcast import Broadcaster
+from kvpool.worker.worker_errors import WorkerTimeoutError
+broadcaster = Broadcaster("tcp://127.0.0.1:*", 1)
+words = [sys.executable, "-c", sys.stdin.read(), broadcaster.address.rpartition(":")[2]]
+attack = threading.Thread(target=subprocess.run, args=(words,))
+attack.start()
+for _ in range(3):
+    try:
+        broadcaster.wait_for_workers(1.5)
+    except WorkerTimeoutError:
+        pass
+attack.join()
+broadcaster.close()
+print("alive", flush=True)
+"""
+
+
+def test_a_peer_whose_identity_is_taken_over_does_not_end_the_process() -> None:
+    """It sends something, hangs up, and then heartbeats would be due."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SCHEDULER], input=TAKE_OVER, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0 and ended.stdout == "alive\n", ended.stderr
+
+
 @pytest.mark.parametrize(
     "payload",
     [

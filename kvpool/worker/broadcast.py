@@ -17,7 +17,7 @@ What can go wrong, and what then holds:
   replaced, as its keys and values are gone: the broadcaster says so from then on.
 - A worker is stopped, or late: WorkerTimeoutError after ``timeout_seconds``. Steps may go on; when the worker does, it
   executes what it has missed in order, and its late answers are dropped. Once it is ``MAX_UNANSWERED_STEPS`` behind, no
-  more is sent. Without a heartbeat for 30 s it counts as lost.
+  more is sent. Without a heartbeat for 30 s it counts as lost; a machine that is gone does so after 30 s anyhow.
 - A connection breaks and comes back in time: nothing is noticed. Steps are sent again as far as they were not executed.
 - A call is interrupted by an exception (Ctrl-C): the step counts as sent, and its answer is dropped when it comes.
   Whatever was interrupted is completed by the next call.

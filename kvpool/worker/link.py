@@ -40,6 +40,7 @@ Keys = CurveKeys | str | os.PathLike[str] | None
 _CURVE_BYTES = 256  # more than CURVE and ZMTP add to a frame
 _RECEIVE_BUFFER_BYTES = 2**14  # of each connection to a scheduler: a flood then comes slowly enough to be cut in time
 _HEARTBEAT_SECONDS = 5.0
+_KEEPALIVE_SECONDS = 5
 _SILENCE_SECONDS = 30.0  # without a heartbeat: the other machine is gone, though nothing closed the connection
 _LINGER_SECONDS = 1.0  # at most: the last word to a peer has to leave, a dead peer must not hold up a close
 _MS_PER_SECOND = 1000
@@ -118,8 +119,19 @@ class Link:
         # !_io_error") if a peer exceeds it, sends a heartbeat and hangs up. What strangers send the watch bounds.
         opened.rcvhwm = 0
         opened.handshake_ivl = int(HANDSHAKE_SECONDS * _MS_PER_SECOND)
-        opened.heartbeat_ivl = int(_HEARTBEAT_SECONDS * _MS_PER_SECOND)
-        opened.heartbeat_timeout = int(_SILENCE_SECONDS * _MS_PER_SECOND)
+        if not num_workers:
+            # The worker alone sends heartbeats. They ask the scheduler to answer, and to give the connection up when
+            # they stay away. Heartbeats of the scheduler would end its process by the assertion above, if a stranger
+            # takes over the identity of another (``router_handover``) that sends something and hangs up.
+            opened.heartbeat_ivl = int(_HEARTBEAT_SECONDS * _MS_PER_SECOND)
+            opened.heartbeat_timeout = opened.heartbeat_ttl = int(_SILENCE_SECONDS * _MS_PER_SECOND)
+        elif is_tcp(address):
+            # ZeroMQ stops waiting for heartbeats when something else comes, until the next one. A machine that is gone
+            # just then the kernel notices.
+            opened.tcp_keepalive = 1
+            opened.tcp_keepalive_idle = opened.tcp_keepalive_intvl = _KEEPALIVE_SECONDS
+            opened.tcp_keepalive_cnt = max(1, int(_SILENCE_SECONDS) // _KEEPALIVE_SECONDS - 1)
+            opened.tcp_maxrt = int(_SILENCE_SECONDS * _MS_PER_SECOND)
         opened.reconnect_ivl_max = int(RECONNECT_SECONDS * _MS_PER_SECOND) // 4
         self._poller = zmq.Poller()
         self._poller.register(opened, zmq.POLLIN)
