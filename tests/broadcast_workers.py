@@ -24,17 +24,18 @@ def make_info(rank: int, world_size: int, **changes: Any) -> WorkerInfo:
     return msgspec.structs.replace(WorkerInfo(rank, world_size, NUM_BLOCKS, 4, 50, 200, 8, 64, [group]), **changes)
 
 
-LONGEST_POSITION = 100  # of a request, however many steps a test runs: a worker's model has a length
-
-
 def make_step(
-    number: int, block_ids: list[int] | None = None, request_ids: tuple[str, ...] = ("r",)
+    number: int,
+    block_ids: list[int] | None = None,
+    request_ids: tuple[str, ...] = ("r",),
+    position: int | None = None,
 ) -> SchedulerOutput:
-    """A step of requests that decode; with block ids, of new ones."""
+    """A step of requests that decode; with block ids, of new ones. They have as many tokens as there were steps, or
+    ``position``."""
     new = [NewRequestData(request_id, [1, 2], (list(block_ids),), 0) for request_id in request_ids if block_ids]
     known = [] if block_ids else list(request_ids)
     n = len(known)
-    position = min(number, LONGEST_POSITION)
+    position = number if position is None else position
     cached = CachedRequestData(known, [False] * n, [None] * n, [position] * n, [position] * n, [[7]] * n)
     counts = dict.fromkeys(request_ids, 1)
     return SchedulerOutput(number, new, cached, counts, len(counts), list(request_ids), [], [], [], [])
