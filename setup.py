@@ -61,7 +61,7 @@ MODULES = [
         "_prefix_cache",
         "_core",
     ),
-    *("_hash", "_request", "_list_tables", "_manager", "_tables", "_table_outputs"),
+    *("_hash", "_request", "_list_tables", "_manager", "_tables", "_table_outputs", "_told"),
     *("integrations/vllm/_fast", "integrations/vllm/_hits", "integrations/vllm/_hasher"),
 ]
 

@@ -199,6 +199,9 @@ class LongPrompts(Workload):
     def prepare(self) -> None:
         if not self.is_cached and not self.face.scheduler.reset_prefix_cache():
             raise AssertionError("blocks are in use")
+        self.make_requests()
+
+    def make_requests(self) -> None:
         self.requests = [
             self.face.make_request(f"request {number}", prompt, 1) for number, prompt in enumerate(self.prompts)
         ]

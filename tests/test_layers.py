@@ -29,7 +29,7 @@ LAYERS = [
     ["_block_sequence", "_queue", "_map", "_pool_views", "_request", "_tables"],
     ["_allocator", "_table_outputs"],
     ["_prefix_cache"],
-    ["_core", "_list_tables", "_manager"],
+    ["_core", "_list_tables", "_manager", "_told"],
     ["_pool_events"],
     ["_pool_operations"],
     ["reference"],

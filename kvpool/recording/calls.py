@@ -99,7 +99,7 @@ class RecordedManagerCalls(_ManagerBase):
             return call(request)
         found: tuple[KVCacheBlocks, int] = recorder.call(
             lambda: call(request),
-            lambda: ("get_computed_blocks", recorder.tell(request)),
+            lambda: ("get_computed_blocks", recorder.tell(request).number),
             lambda result: (recorder.keep_hit(result[0]), [result[1]]),
         )
         return found
@@ -110,7 +110,7 @@ class RecordedManagerCalls(_ManagerBase):
             return call(request)
         found: tuple[KVCacheBlocks, int, int] = recorder.call(
             lambda: call(request),
-            lambda: ("get_computed_blocks_and_boundary", recorder.tell(request)),
+            lambda: ("get_computed_blocks_and_boundary", recorder.tell(request).number),
             lambda result: (recorder.keep_hit(result[0]), [result[1], result[2]]),
         )
         return found
@@ -156,7 +156,7 @@ class RecordedManagerCalls(_ManagerBase):
             run,
             lambda: (
                 "allocate_slots",
-                recorder.tell(request),
+                recorder.tell(request).number,
                 num_new_tokens,
                 num_new_computed_tokens,
                 recorder.describe_hit(new_computed_blocks, self.empty_kv_cache_blocks),
@@ -191,12 +191,10 @@ class RecordedManagerCalls(_ManagerBase):
             nothing = self.empty_kv_cache_blocks
             rows: list[bytes] = []
             numbers: list[int] = []
-            for place, blocks in enumerate(made):
-                if blocks is None:
-                    numbers.append(-1 - place)
-                elif blocks is not nothing:
-                    numbers.append(place)
-                    rows += [ids_of(group) for group in blocks.blocks]
+            for place in [place for place, blocks in enumerate(made) if blocks is not nothing]:
+                blocks = made[place]
+                numbers.append(-1 - place if blocks is None else place)
+                rows += [] if blocks is None else [ids_of(group) for group in blocks.blocks]
             return rows, numbers
 
         if type(requests) is not list and type(requests) is not tuple:
@@ -210,7 +208,7 @@ class RecordedManagerCalls(_ManagerBase):
             return call(request, num_computed_tokens)
         recorder.call(
             lambda: call(request, num_computed_tokens),
-            lambda: ("cache_blocks", recorder.tell(request), num_computed_tokens),
+            lambda: ("cache_blocks", recorder.tell(request).number, num_computed_tokens),
             _nothing,
         )
         return None
@@ -278,7 +276,7 @@ class RecordedManagerCalls(_ManagerBase):
         recorder, call = self._recorder, super().new_step_starts
         if recorder is None or not recorder.takes_calls:
             return call()
-        recorder.call(call, lambda: ("new_step_starts",), _nothing)
+        recorder.call(call, lambda: ("new_step_starts",), _nothing, is_quiet=True)
         return None
 
     def take_back(self, request: Request, num_computed_tokens: int) -> None:
@@ -287,7 +285,7 @@ class RecordedManagerCalls(_ManagerBase):
             return call(request, num_computed_tokens)
         recorder.call(
             lambda: call(request, num_computed_tokens),
-            lambda: ("take_back", recorder.tell(request), num_computed_tokens),
+            lambda: ("take_back", recorder.tell(request).number, num_computed_tokens),
             _nothing,
         )
         return None
@@ -321,7 +319,7 @@ class RecordedManagerCalls(_ManagerBase):
         recorder, call = self._recorder, super().take_new_block_ids
         if recorder is None or not recorder.takes_calls:
             return call()
-        ids: list[int] = recorder.call(call, lambda: ("take_new_block_ids",), _ids)
+        ids: list[int] = recorder.call(call, lambda: ("take_new_block_ids",), _ids, is_quiet=True)
         return ids
 
     def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
@@ -329,7 +327,7 @@ class RecordedManagerCalls(_ManagerBase):
         if recorder is None or not recorder.takes_calls:
             return call()
         taken: tuple[list[KVCacheBlockCopy], list[KVCacheBlock]] = recorder.call(
-            call, lambda: ("take_kv_cache_block_copies",), _copies
+            call, lambda: ("take_kv_cache_block_copies",), _copies, is_quiet=True
         )
         return taken
 
@@ -341,6 +339,7 @@ class RecordedManagerCalls(_ManagerBase):
             lambda: call(num_tokens, num_encoder_tokens),
             lambda: ("get_num_required_blocks", num_tokens, num_encoder_tokens),
             _number,
+            is_quiet=True,
         )
         return num_blocks
 
@@ -406,7 +405,7 @@ class RecordedPoolCalls(_PoolBase):
             lambda: call(*arguments),
             lambda: (
                 "pool.cache_full_blocks",
-                recorder.tell(request),
+                recorder.tell(request).number,
                 self._own_ids(blocks),
                 num_cached_blocks,
                 num_full_blocks,
@@ -435,7 +434,7 @@ class RecordedPoolCalls(_PoolBase):
             lambda: call(*arguments),
             lambda: (
                 "pool.cache_partial_block",
-                recorder.tell(request),
+                recorder.tell(request).number,
                 self._own_id(block),
                 num_tokens,
                 kv_cache_group_id,

@@ -15,6 +15,8 @@ from kvpool.recording.frames import MAGIC
 
 MAX_NUMBERED_FILES = 1_000
 _MODE = 0o600
+_MOST_JOINED = 1 << 14  # bytes: what is more is not copied for a single write
+_MOST_PARTS = 500  # that the system takes at once
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -58,10 +60,15 @@ class RecordingFile:
         self.num_bytes = 0
         self.write(MAGIC)
 
-    def write(self, data: bytes) -> None:
-        """All of it, to where the system keeps it when the process is killed."""
+    def write(self, *parts: bytes) -> None:
+        """All of them, to where the system keeps them when the process is killed."""
         place = self.num_bytes
-        rest = memoryview(data)
+        num_bytes = sum(map(len, parts))
+        num_written = 0
+        if num_bytes > _MOST_JOINED and len(parts) <= _MOST_PARTS and hasattr(os, "pwritev"):
+            num_written = os.pwritev(self._descriptor, parts, place)
+        rest = memoryview(b"".join(parts) if num_written < num_bytes else b"")[num_written:]
+        place += num_written
         while rest:
             num_written = os.pwrite(self._descriptor, rest, place)
             rest = rest[num_written:]

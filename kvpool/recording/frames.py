@@ -24,8 +24,8 @@ class FrameTooLargeError(ValueError):
     """A message of more than ``MAX_FRAME_BYTES``."""
 
 
-def frame(message: Any) -> bytes:
-    """A message, or the tuple of its name and fields, as it is in the file.
+def frame_parts(message: Any) -> tuple[bytes, bytes]:
+    """A message, or the tuple of its name and fields, as it is in the file: what is before it, and itself.
 
     Raises:
         TypeError, ValueError, OverflowError: what has no place in a message.
@@ -33,4 +33,9 @@ def frame(message: Any) -> bytes:
     body = _encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLargeError(f"a message of {len(body)} bytes")
-    return _pack_head(len(body), crc32(body)) + body
+    return _pack_head(len(body), crc32(body)), body
+
+
+def frame(message: Any) -> bytes:
+    """Both parts."""
+    return b"".join(frame_parts(message))

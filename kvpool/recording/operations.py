@@ -18,7 +18,7 @@ from msgspec import Meta
 FORMAT_VERSION = 1
 _INT32 = "i"  # type code
 ITEM_BYTES = array(_INT32).itemsize
-_IS_SWAPPED = sys.byteorder != "little"
+IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 MAX_IDS = 1 << 24
 MAX_ROWS = 1 << 20
@@ -45,7 +45,7 @@ ByGroup = Annotated[list[Packed], Meta(max_length=MAX_GROUPS)]
 def pack(numbers: Iterable[int]) -> bytes:
     """Packed int32. OverflowError or TypeError for what is none."""
     packed = array(_INT32, numbers)
-    if _IS_SWAPPED:
+    if not IS_LITTLE_ENDIAN:
         packed.byteswap()
     return packed.tobytes()
 
@@ -60,7 +60,7 @@ def unpack(packed: bytes) -> list[int]:
         raise NotPackedError(f"a row of numbers in {len(packed)} bytes")
     numbers = array(_INT32)
     numbers.frombytes(packed)
-    if _IS_SWAPPED:
+    if not IS_LITTLE_ENDIAN:
         numbers.byteswap()
     return numbers.tolist()
 

@@ -1,8 +1,8 @@
 """What is behind the calls of one manager while they are recorded: the messages, the requests as they were told last,
 the file, and when it has to begin anew.
 
-A call and what has changed in its requests are written before it is made, and its result together with the next call.
-So the call in which a process dies is in the file.
+A call that takes or gives blocks is written before it is made, with what has changed in its requests, and its result
+together with the next one. So the call in which a process dies is in the file.
 
 Nothing in here may disturb the run. What can't be recorded leaves a gap, after which the state is told anew; what can't
 be written ends the recording, with one warning. So does a fork in the child: the file is the parent's.
@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, index
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvpool._version import __version__
 from kvpool.errors import KvpoolError
 from kvpool.one_line import one_line
 from kvpool.recording.files import RecordingFile
-from kvpool.recording.frames import frame
+from kvpool.recording.frames import frame, frame_parts
 from kvpool.recording.operations import (
     FAILED,
     FORMAT_VERSION,
@@ -33,11 +33,11 @@ from kvpool.recording.operations import (
     REFUSED,
     ManagerSetup,
     Recording,
-    pack,
 )
 from kvpool.recording.settings import RecordingSettings
 from kvpool.recording.setup import NotRecordableError
 from kvpool.recording.snapshot import GAP, RING, START, ids_of, take_snapshot
+from kvpool.recording.told import Told, pack_batch
 from kvpool.request import Request
 from kvpool.request_status import RequestStatus
 
@@ -59,20 +59,11 @@ MakeMessage = Callable[[], tuple[Any, ...]]
 Fields = tuple["list[bytes] | None", "list[int]"]
 MakeResult = Callable[[Any], Fields]
 
+_NOTHING: Fields = (None, [])
+_EMPTY_RESULT = frame_parts(("result", *_NOTHING))
+_MAX_QUIET_PARTS = 200
+
 _recorders: weakref.WeakSet[OperationRecorder] = weakref.WeakSet()
-
-
-class _Told:
-    """A request as the file has it."""
-
-    __slots__ = ("last_hash", "num_hashes", "number", "rest", "tokens")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.tokens: tuple[int, int] | None = None
-        self.rest: tuple[Any, ...] | None = None
-        self.num_hashes = 0
-        self.last_hash: bytes | None = None
 
 
 class OperationRecorder:
@@ -98,7 +89,7 @@ class OperationRecorder:
         self._recording_id = os.urandom(_ID_BYTES)
         self._segment = 0
         self._max_bytes = settings.max_mb * _BYTES_PER_MB // 2
-        self._told: dict[Any, _Told] = {}
+        self._told: dict[Any, Told] = {}
         self._numbers: dict[Any, int] = {}
         self._next_number = 0
         self._pending: list[bytes] = []
@@ -118,16 +109,19 @@ class OperationRecorder:
 
     # ---- calls ----
 
-    def call(self, run: Callable[[], Any], make_message: MakeMessage, make_result: MakeResult) -> Any:
+    def call(
+        self, run: Callable[[], Any], make_message: MakeMessage, make_result: MakeResult, *, is_quiet: bool = False
+    ) -> Any:
         """``run()``, recorded.
 
         Args:
             make_message: the name and fields of the operation.
             make_result: the fields of its ``Result``.
+            is_quiet: it takes and gives no blocks, and is written with the next one that does.
         """
         self.takes_calls = False
         try:
-            is_told = self._begin(make_message)
+            is_told = self._begin(make_message, is_quiet)
             self._is_settled = False
             try:
                 result = run()
@@ -141,7 +135,7 @@ class OperationRecorder:
         finally:
             self.takes_calls = self._file is not None
 
-    def _begin(self, make_message: MakeMessage) -> bool:
+    def _begin(self, make_message: MakeMessage, is_quiet: bool) -> bool:
         """Whether the file has the call now."""
         try:
             if not self._is_settled:
@@ -154,21 +148,24 @@ class OperationRecorder:
             try:
                 message = make_message()
                 try:
-                    self._pending.append(frame(message))
+                    parts = frame_parts(message)
                 except TypeError:  # numpy's ints and such
-                    self._pending.append(frame(tuple(map(_plain, message))))
+                    parts = frame_parts(tuple(map(_plain, message)))
+                self._pending += parts
             except Exception as error:  # of what the caller has passed
                 self._note_gap(error)
                 return False
             self._num_operations += 1
-            self._write_pending()
+            if not is_quiet or len(self._pending) > _MAX_QUIET_PARTS:
+                self._write_pending()
         except Exception as error:
             self.stop(error)
         return self._file is not None
 
     def _note_result(self, make_result: MakeResult, result: Any) -> None:
         try:
-            self._pending.append(frame(("result", *make_result(result))))
+            fields = make_result(result)
+            self._pending += _EMPTY_RESULT if fields == _NOTHING else frame_parts(("result", *fields))
             self._is_settled = True
         except Exception as error:
             self._note_gap(error)
@@ -180,7 +177,7 @@ class OperationRecorder:
         elif not isinstance(error, Exception) or isinstance(error, (MemoryError, OSError)):
             how = INTERRUPTED
         try:
-            self._pending.append(frame(("failure", how, one_line(type(error).__name__, 80))))
+            self._pending += frame_parts(("failure", how, one_line(type(error).__name__, 80)))
             self._is_settled = how == REFUSED
         except Exception as other:
             self._note_gap(other)
@@ -198,27 +195,36 @@ class OperationRecorder:
             self._next_number += 1
         return number
 
-    def tell(self, request: Any) -> int:
-        """The request's number; what has changed of it goes before the call."""
+    def tell(self, request: Any) -> Told:
+        """The request as the file has it; what has changed of it goes before the call."""
         told = self._told.get(request.request_id)
+        if told is not None and told.is_current(request, self._caches):
+            return told
         tokens = _TOKENS(request)
         rest = _rest_of(request)
         hashes: Sequence[Any] = request.block_hashes if self._caches else ()
-        if (
-            told is not None
-            and told.tokens == tokens
-            and told.rest == rest
+        if told is None:
+            told = Told(self.number_of(request.request_id))
+        elif (
+            (told.num_tokens, told.num_computed_tokens) == tokens
+            and (
+                told.num_prompt_tokens,
+                told.num_in_flight_tokens,
+                told.shared_prefix_boundary,
+                told.skips_cache,
+                told.status,
+            )
+            == rest
             and told.num_hashes == len(hashes)
             and (not told.num_hashes or hashes[-1] == told.last_hash)
         ):
-            return told.number
-        if told is None:
-            told = _Told(self.number_of(request.request_id))
+            return told
         num_kept = told.num_hashes
         if num_kept > len(hashes) or (num_kept and hashes[num_kept - 1] != told.last_hash):
             num_kept = 0  # a hash stands for all before it, so they are others too
         new_hashes = hashes[num_kept:] if num_kept else hashes
         b"".join(new_hashes)  # TypeError for other hashes
+        num_tokens, num_computed_tokens = map(index, tokens)
         num_prompt_tokens, num_in_flight_tokens, boundary, skips_cache, status = rest
         message = (
             "request",
@@ -226,8 +232,8 @@ class OperationRecorder:
             isinstance(request, Request),
             type(status) is RequestStatus,
             _STATUS_CODES.get(status.name, 0),
-            index(tokens[0]),
-            index(tokens[1]),
+            num_tokens,
+            num_computed_tokens,
             index(num_prompt_tokens),
             index(num_in_flight_tokens),
             index(boundary),
@@ -235,32 +241,19 @@ class OperationRecorder:
             num_kept,
             new_hashes,
         )
-        self._pending.append(frame(message))
-        told.tokens, told.rest = tokens, rest
+        self._pending += frame_parts(message)
+        told.num_tokens, told.num_computed_tokens = num_tokens, num_computed_tokens
+        told.num_prompt_tokens, told.num_in_flight_tokens = num_prompt_tokens, num_in_flight_tokens
+        told.shared_prefix_boundary, told.skips_cache, told.status = boundary, skips_cache, status
         told.num_hashes = len(hashes)
         told.last_hash = hashes[-1] if hashes else None
         self._told[request.request_id] = told
-        return told.number
+        return told
 
-    def tell_batch(self, requests: list[Any]) -> tuple[bytes, bytes, bytes]:
+    def tell_batch(self, requests: Iterable[Any]) -> tuple[bytes, bytes, bytes]:
         """Packed numbers, tokens and computed tokens of requests that are told together: only what else has changed of
         them goes before the call."""
-        numbers, num_tokens, num_computed = [], [], []
-        known, caches = self._told, self._caches
-        for request in requests:
-            told = known.get(request.request_id)
-            if told is None or _rest_of(request) != told.rest:
-                self.tell(request)
-                told = known[request.request_id]
-            elif caches:
-                hashes = request.block_hashes
-                if len(hashes) != told.num_hashes or (hashes and hashes[-1] != told.last_hash):
-                    self.tell(request)
-            told.tokens = tokens = _TOKENS(request)
-            numbers.append(told.number)
-            num_tokens.append(tokens[0])
-            num_computed.append(tokens[1])
-        return pack(numbers), pack(num_tokens), pack(num_computed)
+        return pack_batch(self._told, requests, self._caches, self.tell)
 
     def forget(self, request: Any, result: Fields) -> Fields:
         """The result of the call by which a request leaves: its id may come again with another one."""
@@ -328,15 +321,14 @@ class OperationRecorder:
         self._num_bytes_before = self._file.num_bytes
 
     def _write_pending(self) -> None:
-        data = b"".join(self._pending)
-        self._pending = []  # before, so that nothing is written twice, whatever interrupts it
-        self._write(data)
+        parts, self._pending = self._pending, []  # before, so that nothing is written twice, whatever interrupts it
+        self._write(*parts)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, *parts: bytes) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(data)
+            self._file.write(*parts)
         except Exception as error:
             self.stop(error)
 

@@ -10,6 +10,7 @@ from kvpool.block_hash import BlockHashWithGroupId
 from kvpool.managers import MambaManager
 from kvpool.recording.key_order import order_of_insertion
 from kvpool.recording.operations import (
+    IS_LITTLE_ENDIAN,
     MAX_IDS,
     MAX_KEYS,
     GroupState,
@@ -155,7 +156,7 @@ def _tables_of(group: Any, number_of: Callable[[Any], int]) -> Iterator[TableSta
 
 def ids_of(blocks: Any) -> bytes:
     """The packed ids of a table or any other row of blocks."""
-    id_bytes = getattr(blocks, "id_bytes", None)
+    id_bytes = getattr(blocks, "id_bytes", None) if IS_LITTLE_ENDIAN else None
     if id_bytes is not None:
         packed: bytes = id_bytes()
         return packed
