@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -79,8 +80,17 @@ RUNS: dict[str, list[list[str]]] = {
     "keygen": [["keys"]],
 }
 ONLY_FLAGS = {"doctor"}
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-LOADS_MODELS = {"generate"}
+COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+LOADS_MODELS = {"generate", "worker"}
+# A program of its own, whose run ends for want of a scheduler.
+WORKER = "worker"
+if importlib.util.find_spec("zmq") is not None:
+    from kvpool.worker.__main__ import app as worker_app
+
+    COMMANDS[WORKER] = typer.main.get_command(worker_app)
+    RUNS[WORKER] = [["--address", "ipc://{folder}/nobody", "--model", "{folder}/model", "--timeout", "0.1"]]
+# They would reach for what this process has inherited, or start processes.
+IN_A_PROCESS = {(WORKER, "--parent-pipe"), (WORKER, "--tensor-parallel")}
 OPTIONS = [
     pytest.param(
         name,
@@ -90,6 +100,7 @@ OPTIONS = [
     for name, command in sorted(COMMANDS.items())
     for parameter in command.params
     if not getattr(parameter, "is_flag", False) and "--help" not in parameter.opts
+    if (name, parameter.opts[0]) not in IN_A_PROCESS
 ]
 
 
@@ -119,12 +130,14 @@ def model(folder: Path) -> Path:
     return folder / "model"
 
 
-def check_clean(result: Any, what: str) -> None:
-    """It worked, or it ended with one short line and an exit code that says why."""
+def check_clean(result: Any, what: str, *failures: str) -> None:
+    """It worked, or it ended with one short line and an exit code that says why; 1 for want of memory, or one of the
+    failures."""
     assert result.exception is None or isinstance(result.exception, SystemExit), (what, repr(result.exception))
     if result.exit_code == 0:
         return
-    assert result.exit_code == 2 or (result.exit_code == 1 and "memory" in result.stderr), (what, result.stderr[:500])
+    is_failure = result.exit_code == 1 and any(word in result.stderr for word in ("memory", *failures))
+    assert result.exit_code == 2 or is_failure, (what, result.stderr[:500])
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), (what, result.stderr[:500])
     assert len(result.stderr) <= MAX_LINE and "Traceback" not in result.output, what
     assert all(char.isprintable() for char in result.stderr[:-1]), what
@@ -141,7 +154,11 @@ def test_every_command_has_a_run() -> None:
     [pytest.param(name, marks=[pytest.mark.dataplane] if name in LOADS_MODELS else []) for name in sorted(COMMANDS)],
 )
 def test_the_runs_work(name: str, folder: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> None:
-    run_all(name, folder, request, tmp_path, monkeypatch, lambda result: (result.exit_code, result.stderr) == (0, ""))
+    def works(result: Any) -> bool:
+        told = "SchedulerLostError: the scheduler at ipc://" if name == WORKER else ""
+        return result.exit_code == (1 if told else 0) and (told in result.stderr if told else not result.stderr)
+
+    run_all(name, folder, request, tmp_path, monkeypatch, works)
 
 
 def run_all(
@@ -153,12 +170,14 @@ def run_all(
     is_right: Callable[[Any], bool],
     *more: str,
 ) -> None:
-    if name == "generate":
+    if name in LOADS_MODELS:
         request.getfixturevalue("model")
+    if name == WORKER:
+        monkeypatch.setattr("kvpool.worker.link._LINGER_SECONDS", 0.0)  # there is nobody to be told
     monkeypatch.chdir(tmp_path)
     for run in RUNS[name]:
-        arguments = [name, *(word.format(folder=folder) for word in run), *more]
-        result = CliRunner().invoke(app, arguments)
+        arguments = [*(word.format(folder=folder) for word in run), *more]
+        result = CliRunner().invoke(*((worker_app, arguments) if name == WORKER else (app, [name, *arguments])))
         assert is_right(result), (arguments, result.stderr[:500], result.exception)
 
 
@@ -170,12 +189,49 @@ def test_a_hostile_value_is_one_line_or_works(
         if name == "keygen" and value.startswith("/"):
             continue  # it would make keys there, if it may
 
-        def is_clean(result: Any, label: str = label) -> bool:
-            check_clean(result, f"{name} {option} {label}")
+        def is_clean(result: Any, label: str = label, value: str = value) -> bool:
+            if name == WORKER:
+                check_clean(result, f"{name} {option} {label}", "SchedulerLostError", "CacheMemoryError")
+                # What is wrong, or as much of it as is shown.
+                told = (option, repr(value)[1:20], value.strip()[:15])
+                assert result.exit_code == 1 or any(word and word in result.stderr for word in told), result.stderr
+            else:
+                check_clean(result, f"{name} {option} {label}")
             return True
 
         more = [value] if option is None else [option, value]
         run_all(name, folder, request, tmp_path, monkeypatch, is_clean, *more)
+
+
+@pytest.mark.dataplane
+@pytest.mark.parametrize("option", sorted(option for name, option in IN_A_PROCESS if name == WORKER))
+def test_a_worker_that_is_told_nonsense_ends_with_one_line(option: str, folder: Path, model: Path) -> None:
+    """In processes, which would end with what they take for the pipe of who has started them."""
+    pytest.importorskip("zmq")
+    usual = [sys.executable, "-m", "kvpool.worker", "--address", f"ipc://{folder}/nobody", "--model", str(model)]
+    for label in (
+        "nothing",
+        "0",
+        "-1",
+        "largest int32",
+        "2**31",
+        "2**70",
+        "4,000 digits",
+        "fraction",
+        "text",
+        "escapes",
+    ):
+        done = subprocess.run(
+            [*usual, "--timeout", "0.1", option, HOSTILE[label]],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (2, ""), (label, done.stderr[-500:])
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), (label, done.stderr[-500:])
+        assert option in done.stderr or HOSTILE[label][:15] in done.stderr, (label, done.stderr)
 
 
 @pytest.mark.parametrize("arguments", [["x" * 3_000_000], ["--" + "x" * 3_000_000], ["replay", "--nothing\n\n"]])

@@ -19,7 +19,7 @@ CSRC = PACKAGE.parent / "csrc"
 LAYERS = [
     ["errors", "_version", "one_line", "request_status", "token_ids", "byte_budget", "held_listener"],
     ["arguments", "environment", "curve", "event_replay", "peer_limits"],
-    ["json_lines", "sampling_params"],
+    ["json_lines", "sampling_params", "clean_exit"],
     ["_kvp", "_kvp_block_hash", "_kvp_block_table", "_memory", "_numpy", "_int_arrays", "_openssl"],
     ["stats", "dtypes", "event_endpoints", "prometheus", "_skipped_frees"],
     ["watched_socket"],

@@ -407,7 +407,7 @@ def test_ranks_come_from_the_environment() -> None:
         (["--model", "MODEL", "--dtype", "int8"], 2, "error: 'int8' is no floating-point dtype of torch"),
         (["--model", "MODEL", "--max-model-len", "1000"], 2, "error: sequences of 1000 tokens"),
         (["--model", "MODEL", "--attention", "made_up"], 2, "made_up"),
-        (["--model", "MODEL", "--device", "cuda"], 2, "error: local rank 0 has no GPU: there are 0"),
+        (["--model", "MODEL", "--device", "cuda"], 2, "error: cuda is not here: there are 0 CUDA devices"),
         (["--model", "MODEL", "--address", "udp://x"], 2, "error: an address is ipc://PATH or tcp://HOST:PORT"),
         (["--model", "MODEL", "--num-blocks", str(2**31 - 1)], 1, "error: CacheMemoryError: "),
         (["--model", "MODEL", "--timeout", "0.2"], 1, "error: SchedulerLostError: the scheduler at "),

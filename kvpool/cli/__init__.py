@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from kvpool._version import __version__
-from kvpool.cli.clean_exit import EXIT_INTERRUPTED, CleanGroup
+from kvpool.clean_exit import EXIT_INTERRUPTED, CleanGroup
 from kvpool.cli.doctor_command import doctor
 from kvpool.cli.generate_command import generate
 from kvpool.cli.keygen_command import keygen

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpool.arguments import show
-from kvpool.cli.clean_exit import (
+from kvpool.clean_exit import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_USAGE,

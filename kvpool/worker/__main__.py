@@ -29,24 +29,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.clean_exit import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CleanCommand, fail
 from kvpool.curve import KEYS_VARIABLE
 from kvpool.errors import InvalidArgumentError
 from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.sizing import num_blocks_per_request
 from kvpool.worker.connection import WorkerConnection
 from kvpool.worker.lifeline import end_with
-from kvpool.worker.local_workers import LocalWorkers
+from kvpool.worker.local_workers import MAX_RANKS, LocalWorkers
 from kvpool.worker.messages import CacheGroupInfo, WorkerInfo
 
 if TYPE_CHECKING:
     from kvpool.worker.model_runner import ModelRunner
     from kvpool.worker.tensor_parallel import Ranks
 
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids are int32
+MAX_BLOCK_SIZE = 2**20  # tokens
+MAX_SEQS = 2**16
+MAX_BATCHED_TOKENS = 2**20
+MAX_MODEL_LEN = 2**31 - 1
+MAX_TIMEOUT = 7 * 24 * 3600.0  # seconds
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -66,7 +68,7 @@ class WorkerOptions:
     attention: str | None
 
 
-@app.command()
+@app.command(cls=CleanCommand)
 def main(
     context: typer.Context,
     address: Annotated[str, typer.Option("--address", help="Of the scheduler: ipc://PATH or tcp://HOST:PORT.")],
@@ -82,29 +84,39 @@ def main(
             show_default=False,
         ),
     ] = None,
-    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens per block.")] = 16,
+    block_size: Annotated[int, typer.Option("--block-size", min=1, max=MAX_BLOCK_SIZE, help="Tokens per block.")] = 16,
     dtype: Annotated[str, typer.Option("--dtype", help="Of weights and cache.")] = "float32",
     device: Annotated[
         str | None, typer.Option("--device", help="cpu or cuda. Default: cuda if there is one.", show_default=False)
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Requests at a time.")] = 128,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, max=MAX_SEQS, help="Requests at a time.")] = 128,
     max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens of a step.")
+        int, typer.Option("--max-num-batched-tokens", min=1, max=MAX_BATCHED_TOKENS, help="Tokens of a step.")
     ] = 2048,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            "--max-model-len", min=1, help="Tokens of a sequence. Default: the model's limit.", show_default=False
+            "--max-model-len",
+            min=1,
+            max=MAX_MODEL_LEN,
+            help="Tokens of a sequence. Default: the model's limit.",
+            show_default=False,
         ),
     ] = None,
     attention: Annotated[
         str | None, typer.Option("--attention", help="Backend. Default: the best that is here.", show_default=False)
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the scheduler and the other ranks.")
+        float,
+        typer.Option(
+            "--timeout", min=0.1, max=MAX_TIMEOUT, help="Seconds to wait for the scheduler and the other ranks."
+        ),
     ] = 600.0,
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, help="Ranks to start on this machine; they share the heads.")
+        int,
+        typer.Option(
+            "--tensor-parallel", min=1, max=MAX_RANKS, help="Ranks to start on this machine; they share the heads."
+        ),
     ] = 1,
     rendezvous: Annotated[
         Path | None,
@@ -177,24 +189,21 @@ def _clean_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _fail("interrupted", EXIT_INTERRUPTED)
+        fail("interrupted", EXIT_INTERRUPTED)
     except InvalidArgumentError as error:
-        _fail(f"error: {error}", EXIT_USAGE)
+        fail(f"error: {error}", EXIT_USAGE)
     except Exception as error:
-        _fail(f"error: {type(error).__name__}: {' '.join(str(error).split())}", EXIT_FAILURE)
-
-
-def _fail(line: str, code: int) -> None:
-    typer.echo(line, err=True)
-    raise typer.Exit(code)
+        fail(f"error: {type(error).__name__}: {error}", EXIT_FAILURE)
 
 
 def _run(connection: WorkerConnection, ranks: Ranks, rendezvous: Path | None, options: WorkerOptions) -> None:
-    from kvpool.worker.devices import default_device
+    from kvpool.worker.devices import check_device, default_device
 
     with ExitStack() as stack:
         try:
-            device = ranks.device(options.device or default_device())
+            name = default_device() if options.device is None else options.device
+            check_device(name)
+            device = ranks.device(name)
             stack.enter_context(ranks.connected(device, rendezvous))
             runner = _make_runner(ranks, device, options)
             stack.callback(runner.close)

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import IO
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.worker.lifeline import Lifeline
 
+MAX_RANKS = 1024
 CLOSE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _TOLD_BYTES = 20_000  # of what a worker has written, to look for the reason in
@@ -46,7 +48,7 @@ class LocalWorkers:
             that of this process goes.
 
     Raises:
-        InvalidArgumentError: no rank.
+        InvalidArgumentError: no rank, or more than ``MAX_RANKS``.
         OSError: a process can't be started; none is left.
     """
 
@@ -58,8 +60,8 @@ class LocalWorkers:
         command: Sequence[str] = (sys.executable, "-m", "kvpool.worker"),
         keeps_errors: bool = True,
     ) -> None:
-        if num_ranks < 1:
-            raise InvalidArgumentError(f"{num_ranks} workers; at least 1 can be started")
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise InvalidArgumentError(f"{show(num_ranks)} workers; 1 to {MAX_RANKS} can be started")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: list[IO[bytes]] = []
         self._exit_stack = ExitStack()

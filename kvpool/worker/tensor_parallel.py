@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.worker.attention_modules import UnsupportedModelError
 
@@ -137,13 +138,21 @@ def _private_store(path: Path, world_size: int) -> Any:
     folder = path.absolute().parent
     try:
         told = folder.stat()
-    except OSError as error:
-        raise InvalidArgumentError(f"ranks can't meet in {str(path)!r}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"ranks can't meet in {show(str(path))}: {_reason(error)}") from None
     if told.st_mode & _OTHERS_MAY_WRITE or told.st_uid != os.geteuid():
         raise InvalidArgumentError(
-            f"ranks can't meet in {str(path)!r}: the folder has to be the user's own, and nobody else may write to it"
+            f"ranks can't meet in {show(str(path))}: the folder has to be the user's own, and nobody else may write to "
+            "it"
         )
-    return distributed.FileStore(str(path.absolute()), world_size)  # type: ignore[attr-defined]
+    try:
+        return distributed.FileStore(str(path.absolute()), world_size)  # type: ignore[attr-defined]
+    except (RuntimeError, TypeError, ValueError) as error:  # of the file, or of a text that is no file name
+        raise InvalidArgumentError(f"ranks can't meet in {show(str(path))}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).partition("\n")[0]
 
 
 def shard_model(model: Any, rank: int, world_size: int) -> None:

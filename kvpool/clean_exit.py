@@ -1,4 +1,4 @@
-"""How the command line ends, whatever happens: errors are one line on stderr, and the exit code says which kind."""
+"""How a command line ends, whatever happens: errors are one line on stderr, and the exit code says which kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kvpool.one_line import one_line
 
@@ -57,20 +57,20 @@ def describe_os_error(error: OSError) -> str:
     return f"{where}: {error.strerror or error}"
 
 
-class CleanGroup(TyperGroup):
-    """The commands of the program, none of which ends in a traceback for what its user or the system did."""
+class _Clean:
+    """Mixed in front of typer's class: nothing ends in a traceback for what the user or the system did."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with clean_errors():  # of what the program's own options do, such as --version
-            return super().make_context(*arguments, **options)
+            return super().make_context(*arguments, **options)  # type: ignore[misc]
 
     def invoke(self, ctx: Any) -> Any:
         with clean_errors():
-            return super().invoke(ctx)
+            return super().invoke(ctx)  # type: ignore[misc]
 
     def main(self, args: Any = None, prog_name: str | None = None, *more: Any, **options: Any) -> Any:
         if options.get("standalone_mode") is False or more:
-            return super().main(args, prog_name, *more, **options)
+            return super().main(args, prog_name, *more, **options)  # type: ignore[misc]
         for stream in (sys.stdout, sys.stderr):
             _show_anything(stream)
         code = self._run(args, prog_name, **{**options, "standalone_mode": False})
@@ -78,7 +78,7 @@ class CleanGroup(TyperGroup):
 
     def _run(self, args: Any, prog_name: str | None, **options: Any) -> int:
         try:
-            code = super().main(args, prog_name, **options)
+            code = super().main(args, prog_name, **options)  # type: ignore[misc]
         except typer.Abort:
             return EXIT_INTERRUPTED
         except Exception as error:
@@ -92,6 +92,14 @@ class CleanGroup(TyperGroup):
                     typer.echo(one_line(f"error: {error.format_message()}"), err=True)
             return int(getattr(error, "exit_code", EXIT_USAGE))
         return code if isinstance(code, int) else 0
+
+
+class CleanGroup(_Clean, TyperGroup):
+    """The commands of a program."""
+
+
+class CleanCommand(_Clean, TyperCommand):
+    """The only command of a program."""
 
 
 def _show_anything(stream: TextIO) -> None:
