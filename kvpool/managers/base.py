@@ -392,7 +392,9 @@ class SingleTypeKVCacheManager(ABC):
             num_computed_tokens: what covers more was published since the note, but for hits.
             hits: blocks that the request was to start with.
         """
-        hit_ids = {block.block_id for block in hits}
+        # Those that a window has passed by may be among the new blocks.
+        table = self.req_to_blocks.get(request_id, ())
+        hit_ids = {block.block_id for block, held in zip(hits, table) if block is held}
         new_ids = self.find_uncomputed_ids(request_id, num_computed_tokens)
         new_ids = [block_id for block_id in new_ids if block_id not in hit_ids]
         if note.num_blocks is not None:  # and what is computed, and was not published so far
