@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gzip
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvpool import curve
 from kvpool.errors import KvpoolError
 from kvpool.generation.prompts import read_prompts
 from kvpool.replay.trace import read_trace
+from kvpool.worker.scratch_folder import scratch_folder
 
 MAX_SECONDS = 5.0
 TRACE: list[Any] = [
@@ -31,7 +32,10 @@ KEY = (
     + "b" * 40
     + '"\n'
 ).encode()
-_FOLDER = Path(tempfile.mkdtemp(prefix="kvpool-fuzz-"))
+# A fuzzer ends as it likes; the folder goes with the process.
+_SCRATCH = scratch_folder("kvpool-fuzz-")
+_FOLDER = Path(_SCRATCH.__enter__())
+atexit.register(_SCRATCH.__exit__, None, None, None)
 
 
 def one_line(error: BaseException, data: bytes) -> None:

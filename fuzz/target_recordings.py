@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +22,15 @@ from kvpool.recording.calls import recorded
 from kvpool.recording.frames import HEAD, MAGIC, frame
 from kvpool.recording.settings import FILE_VARIABLE
 from kvpool.request import Request
+from kvpool.worker.scratch_folder import scratch_folder
 
 MAX_SECONDS = 5.0
 _NUM_FIRST = 4  # messages: what was recorded, and an empty state
 LIMITS = PlaybackLimits(1 << 20, 4_096, 1 << 14, 1 << 18, 1 << 10, 1 << 16)
-_FOLDER = Path(tempfile.mkdtemp(prefix="kvpool-fuzz-"))
+# A fuzzer ends as it likes; the folder goes with the process.
+_SCRATCH = scratch_folder("kvpool-fuzz-")
+_FOLDER = Path(_SCRATCH.__enter__())
+atexit.register(_SCRATCH.__exit__, None, None, None)
 _ATTENTION = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
 _BLOCK_SIZE = 4
 

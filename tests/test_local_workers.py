@@ -61,14 +61,15 @@ def is_alive(process_id: int) -> bool:
 
 
 def sessions_of(process_id: int) -> list[int]:
-    """Processes that this one has started: each rank leads a session."""
+    """Processes that this one has started, but for those that remove its folders: each rank leads a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
+            is_remover = b"rm -rf" in (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == process_id:
+        if parent == process_id and not is_remover:
             found.append(int(path.parent.name))
     return found
 
@@ -292,7 +293,11 @@ def test_nothing_is_left_of_a_run_that_is_killed(moment: float | str, folder: Pa
     else:
         words = [STARTER, *arguments(folder / "model", f"ipc://{folder}/s")]
     process = subprocess.Popen(
-        [sys.executable, "-c", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(folder)},
     )
     assert process.stdout is not None
     children: list[int] = []
@@ -312,6 +317,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(moment: float | str, folder: Pa
         process.kill()
         process.communicate()
     wait_until(lambda: not any(map(is_alive, children)), END_SECONDS, f"{children} have ended")
+    wait_until(lambda: not [*folder.glob("kvpool-*")], END_SECONDS, "its temporary folders are gone")
 
 
 @needs_proc

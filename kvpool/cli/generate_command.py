@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -235,8 +234,9 @@ def _generate(
 ) -> GenerateReport:
     from kvpool.generation.model_source import find_model
     from kvpool.generation.session import GenerateSession
+    from kvpool.worker.scratch_folder import scratch_folder
 
-    with tempfile.TemporaryDirectory(prefix="kvpool-") as scratch:
+    with scratch_folder() as scratch:
         source = find_model(model_path, Path(scratch))
         output.print(f"model: {source.description}", soft_wrap=True)
         with GenerateSession(source, texts, settings) as session:

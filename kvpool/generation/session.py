@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -217,13 +216,14 @@ class GenerateSession:
     def _start_workers(self, max_model_len: int) -> tuple[Executor, KVCacheConfig]:
         from kvpool.worker.broadcast import Broadcaster
         from kvpool.worker.local_workers import LocalWorkers
+        from kvpool.worker.scratch_folder import scratch_folder
         from kvpool.worker.weightless_model import read_kv_cache_groups
 
         settings = self.settings
         # Before any worker loads the model: what can't be divided is known without its weights.
         ranks = settings.tensor_parallel
         groups = read_kv_cache_groups(self._source.path, settings.block_size, settings.dtype, ranks)
-        scratch = self._exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-"))
+        scratch = self._exit_stack.enter_context(scratch_folder())
         arguments = {
             "address": f"ipc://{scratch}/scheduler",
             "model": self._source.path,

@@ -21,6 +21,7 @@ from typing import IO
 from kvpool.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.worker.lifeline import Lifeline
+from kvpool.worker.scratch_folder import scratch_folder
 
 MAX_RANKS = 1024
 CLOSE_SECONDS = 10.0
@@ -38,7 +39,8 @@ class LocalWorkers:
     """Starts ``python -m kvpool.worker`` for each rank, and ends it. A context manager.
 
     The workers end within a second when this process does, by whatever signal and whatever they are doing; see
-    ``kvpool.worker.lifeline``. Ctrl-C in a terminal does not reach them.
+    ``kvpool.worker.lifeline``. Nothing of them is left in the temporary folder either. Ctrl-C in a terminal does not
+    reach them.
 
     Args:
         num_ranks: workers to start.
@@ -66,8 +68,7 @@ class LocalWorkers:
         self._logs: list[IO[bytes]] = []
         self._exit_stack = ExitStack()
         try:
-            # mkdtemp's folders are for their owner only.
-            folder = self._exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-"))
+            folder = self._exit_stack.enter_context(scratch_folder())
             words = [*command, *arguments, "--rendezvous", f"{folder}/ranks"]
             for rank in range(num_ranks):
                 self._start(words, _environment(rank, num_ranks), keeps_errors)
