@@ -66,6 +66,10 @@ def _record(name: str, *group_specs: KVCacheSpec) -> list[Any]:
     running = [request for request in requests if request.num_computed_tokens]
     manager.new_step_starts()
     manager.allocate_decode(running)
+    for request in running:
+        request.num_computed_tokens += 1
+        request.append_output_token_ids([6])
+        manager.allocate_slots(request, 1)
     manager.take_new_block_ids()
     manager.block_pool.free_blocks(manager.take_kv_cache_block_copies()[1])
     manager.take_back(running[0], 8)

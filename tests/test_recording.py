@@ -21,7 +21,7 @@ import pytest
 import scheduler_runs
 from conftest import BACKEND_NAMES
 from manager_histories import History, Stack
-from manager_layouts import MAKERS, Layout, ManagerRequest, make_config
+from manager_layouts import MAKERS, Layout, ManagerRequest, OwnManagerRequest, Status, make_config
 from recordings import file_of, finish, messages_of, play, recording_to
 from test_contents_engine import EngineHistory
 from test_contents_scheduler import SPECS, SchedulerHistory
@@ -39,6 +39,8 @@ from kvpool.recording.operations import (
     NAME_OF,
     OPERATIONS,
     Failure,
+    NewHashes,
+    PlainAllocations,
     Result,
     pack,
 )
@@ -102,11 +104,14 @@ def test_runs_of_a_scheduler_can_be_played(
         stack = SimpleNamespace(**{**vars(scheduler_runs.STACKS[backend_name]), "make_manager": make})
         monkeypatch.setitem(scheduler_runs.STACKS, backend_name, stack)
         history = SchedulerHistory(1, backend_name, cache, fails=True, is_interrupted=is_interrupted)
-        history.run()
     manager = history.scheduler.kv_cache_manager
+    if is_interrupted:
+        manager._recorder._max_bytes = 30_000  # a next file is begun now and then
+    history.run()
     num_gaps = manager._recorder._num_gaps
+    assert (manager._recorder._segment > 1) == is_interrupted
     report = play(finish(manager))
-    assert report.num_operations > 100
+    assert report.num_operations > 30
     assert (num_gaps > 0, report.num_skipped > 0) == (is_interrupted, is_interrupted)
 
 
@@ -190,6 +195,66 @@ def test_every_call_can_be_played(backend_name: str, path: Path) -> None:
     assert set(OPERATIONS) <= played.keys()
     assert played[Failure] == 4
     assert play(path).num_operations == sum(played[kind] for kind in OPERATIONS)
+
+
+def own_request(number: int, num_tokens: int, num_hashes: int | None = None) -> OwnManagerRequest:
+    request = OwnManagerRequest(f"own {number}", [number] * num_tokens, 4, Status.RUNNING)
+    if num_hashes is not None:
+        request.block_hashes = request.block_hashes[:num_hashes]
+    return request
+
+
+@pytest.mark.parametrize("groups", [[FULL], [FULL, ("window", 4, 6, False)]], ids=["one group", "two groups"])
+def test_allocations_of_one_request_after_the_other_can_be_played(groups: list[Any], path: Path) -> None:
+    """Natively they are written together, whatever else happens between them."""
+    manager = make_manager(path, BACKEND_NAMES[0], *groups, num_blocks=300)
+    requests = [own_request(i, 6) for i in range(12)]
+    for request in requests:
+        manager.allocate_slots(request, 6)
+        request.num_computed_tokens = 6
+    for step in range(40):
+        for i, request in enumerate(requests):
+            request.append([step])
+            manager.allocate_slots(request, 1)
+            request.num_computed_tokens += 1
+            if i == 3 and step % 5 == 0:  # the same one twice; one that nobody knows; one that is refused; none
+                manager.allocate_slots(request, 1)
+                newcomer = own_request(100 + step, 6)
+                manager.allocate_slots(newcomer, 6)
+                manager.free(newcomer)
+                with pytest.raises(InvalidArgumentError):
+                    manager.allocate_slots(own_request(200 + step, 6, num_hashes=0), 6)
+                with pytest.raises(InvalidArgumentError):
+                    manager.allocate_slots(request, -1)
+                with pytest.raises(TypeError):
+                    manager.allocate_slots(request, "1")
+                request.shared_prefix_boundary = step
+            if i == 7 and step == 20:
+                manager.free(request)
+        if step % 2:
+            manager.take_new_block_ids()
+    assert manager.allocate_slots(own_request(900, 900), 900) is None
+    num_operations = manager._recorder._num_operations
+    num_waiting = manager._recorder.plain.num_calls
+    report = play(finish(manager))
+    assert (report.num_operations, report.num_skipped) == (num_operations + num_waiting, 0)
+    assert report.num_operations > 12 * 41
+    if kvpool.BACKEND == "native":
+        together = [message for message in messages_of(path) if isinstance(message, PlainAllocations)]
+        assert sum(len(message.requests) // 4 for message in together) > 400
+        assert any(isinstance(message, NewHashes) for message in messages_of(path))
+
+
+def test_many_allocations_are_no_more_than_a_message_holds(path: Path) -> None:
+    manager = make_manager(path, BACKEND_NAMES[0], num_blocks=1_000)
+    request = own_request(1, 3)
+    manager.allocate_slots(request, 3)
+    for _ in range(3_000):
+        manager.allocate_slots(request, 1)
+    assert play(finish(manager)).num_operations == 3_001
+    if kvpool.BACKEND == "native":
+        rows = [len(message.requests) // 4 for message in messages_of(path) if isinstance(message, PlainAllocations)]
+        assert 64 <= max(rows) <= 256 and path.stat().st_size < 100_000
 
 
 # What changes nothing that a later call depends on, or only what a call that is recorded returns.

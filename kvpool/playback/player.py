@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ from kvpool.recording.operations import (
     Free,
     ManagerSetup,
     Message,
+    NewHashes,
     NotPackedError,
     Operation,
+    PlainAllocations,
     PoolCacheFullBlocks,
     PoolState,
     PopBlocksForFree,
@@ -269,6 +272,10 @@ class _Player:
             self._skip()  # nobody knows what became of it; a snapshot will come
         elif isinstance(message, RequestState):
             self._requests.update(message)
+        elif isinstance(message, NewHashes):
+            self._requests.add_hashes(message)
+        elif isinstance(message, PlainAllocations):
+            self._make_plain_calls(message)
         elif isinstance(message, Operation):
             self._pending = message
         else:
@@ -375,6 +382,26 @@ class _Player:
         for one in self._on:
             one.pool.take_events()
         self._check(operation)
+
+    def _make_plain_calls(self, calls: PlainAllocations) -> None:
+        """Each as an operation."""
+        rows = [unpack(row) for row in (calls.requests, calls.num_tokens, calls.num_computed_tokens)]
+        num_new_tokens = unpack(calls.num_new_tokens)
+        if len({*map(len, rows), len(num_new_tokens)}) > 1:
+            raise MalformedCallError("calls in rows of unequal length")
+        num_groups = len(self._head.setup.groups)
+        blocks = iter(calls.block_ids)
+        given = dict.fromkeys(calls.numbers)
+        for place, (number, num_tokens, num_computed) in enumerate(zip(*rows)):
+            self._requests.set_tokens(number, num_tokens)
+            self._requests.get(number).num_computed_tokens = num_computed
+            operation = AllocateSlots(number, num_new_tokens[place], 0, None, 0, 0, False, 0, False, 0, True, [])
+            result = Result([b""] * num_groups, [])
+            if place in given:
+                result = Result(list(islice(blocks, num_groups)), [])
+            elif -1 - place in given:
+                result = Result(None, [])
+            self._make_call(operation, result)
 
     def _require_room(self, *numbers: int) -> None:
         """Tables of groups that skip blocks get as long as a call says, whatever the pool has."""

@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from kvpool.playback.limits import PlaybackLimits
-from kvpool.recording.operations import RequestState
+from kvpool.recording.operations import NewHashes, RequestState, unpack
 from kvpool.request import Request
 from kvpool.request_status import RequestStatus
 
@@ -104,6 +104,14 @@ class Requests:
         request.shared_prefix_boundary = state.shared_prefix_boundary
         request.skip_reading_prefix_cache = state.skip_reading_prefix_cache
         request.status = _OWN_STATUSES[state.status] if state.has_own_status else OtherStatus(state.status)
+
+    def add_hashes(self, new: NewHashes) -> None:
+        """One for each of some requests. UnknownRequestError if one is not there, or without a hash."""
+        numbers = unpack(new.requests)
+        if len(numbers) != len(new.hashes):
+            raise UnknownRequestError(f"{len(new.hashes)} hashes for {len(numbers)} requests")
+        for number, block_hash in zip(numbers, new.hashes):
+            self.get(number).block_hashes.append(block_hash)
 
     def _add(self, state: RequestState) -> Any:
         if len(self._requests) >= self._limits.max_requests:

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from inspect import signature
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 from kvpool._manager_operations import KVCacheManagerOperations
 from kvpool.one_line import one_line
-from kvpool.recording.operations import pack
-from kvpool.recording.recorder import OperationRecorder
+from kvpool.recording.frames import frame_parts
+from kvpool.recording.operations import number, pack
+from kvpool.recording.recorder import OperationRecorder, Parts
 from kvpool.recording.settings import RecordingSettings
 from kvpool.recording.setup import NotRecordableError, describe_manager
 from kvpool.recording.snapshot import ids_of
@@ -42,12 +42,17 @@ Fields = tuple[list[bytes] | None, list[int]]
 # ---- results ----
 
 
+def _digests(hashes: list[Any]) -> list[bytes]:
+    b"".join(hashes)  # TypeError for others
+    return hashes
+
+
 def _nothing(result: Any) -> Fields:
     return None, []
 
 
 def _number(result: Any) -> Fields:
-    return None, [index(result)]
+    return None, [number(result)]
 
 
 def _blocks(result: Any) -> Fields:
@@ -62,9 +67,30 @@ def _blocks_by_group(result: KVCacheBlocks | None) -> Fields:
     return (None if result is None else [ids_of(group) for group in result.blocks]), []
 
 
-def _copies(result: tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]) -> Fields:
-    copies, blocks = result
-    return [pack(copy.src_block_id for copy in copies), pack(copy.dst_block_id for copy in copies), ids_of(blocks)], []
+# ---- calls that mostly bring nothing, as they are in a file ----
+
+_NEW_STEP, _TAKE_IDS, _TAKE_COPIES = (
+    frame_parts((name,)) for name in ("new_step_starts", "take_new_block_ids", "take_kv_cache_block_copies")
+)
+_NO_RESULT = frame_parts(("result", None, []))
+_NO_IDS = frame_parts(("result", [b""], []))
+_NO_COPIES = frame_parts(("result", [b"", b"", b""], []))
+
+
+def _no_result(result: Any) -> Parts:
+    return _NO_RESULT
+
+
+def _taken_ids(ids: list[int]) -> Parts:
+    return frame_parts(("result", [pack(ids)], [])) if ids else _NO_IDS
+
+
+def _taken_copies(taken: tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]) -> Parts:
+    copies, blocks = taken
+    if not copies and not blocks:
+        return _NO_COPIES
+    sources, targets = (pack(copy[i] for copy in copies) for i in range(2))
+    return frame_parts(("result", [sources, targets, ids_of(blocks)], []))
 
 
 class RecordedManagerCalls(_ManagerBase):
@@ -117,8 +143,47 @@ class RecordedManagerCalls(_ManagerBase):
 
     # Allocation
 
-    def allocate_slots(
+    def _allocate_plainly(self, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
+        """``allocate_slots`` of the plain class, by a shorter way than super(); see ``recorded``."""
+        raise NotImplementedError
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, *others: Any, **named: Any) -> KVCacheBlocks | None:
+        recorder = self._recorder
+        if recorder is None or not recorder.takes_calls:
+            return super().allocate_slots(request, num_new_tokens, *others, **named)
+        if not others and not named and recorder.is_settled:
+            # For each running request at each step where blocks are short: no call too many.
+            recorder.takes_calls = recorder.is_settled = is_plain = False
+            try:
+                is_plain = recorder.plain.add(request, num_new_tokens) or recorder.add_plain(request, num_new_tokens)
+                if is_plain:
+                    blocks = self._allocate_plainly(request, num_new_tokens)
+                    if blocks is self.empty_kv_cache_blocks:
+                        recorder.plain.settle(False)
+                        recorder.is_settled = True
+                    else:
+                        recorder.settle_plain(blocks)
+                    return blocks
+                recorder.is_settled = True
+            except BaseException as error:
+                if is_plain:
+                    recorder.note_plain_failure(request, num_new_tokens, error)
+                if is_plain or not isinstance(error, Exception):
+                    raise
+                recorder.is_settled = True  # a request that can't be told: as any other call
+            finally:
+                recorder.takes_calls = recorder.is_on
+        call = super().allocate_slots
+        allocated: KVCacheBlocks | None = recorder.call(
+            lambda: call(request, num_new_tokens, *others, **named),
+            lambda: self._describe_allocation(recorder, request, num_new_tokens, *others, **named),
+            _blocks_by_group,
+        )
+        return allocated
+
+    def _describe_allocation(
         self,
+        recorder: OperationRecorder,
         request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
@@ -131,47 +196,22 @@ class RecordedManagerCalls(_ManagerBase):
         reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: Sequence[int] = (),
-    ) -> KVCacheBlocks | None:
-        recorder, call = self._recorder, super().allocate_slots
-
-        def run() -> KVCacheBlocks | None:
-            return call(
-                request,
-                num_new_tokens,
-                num_new_computed_tokens,
-                new_computed_blocks,
-                num_lookahead_tokens,
-                num_external_computed_tokens,
-                delay_cache_blocks,
-                num_encoder_tokens,
-                full_sequence_must_fit,
-                reserved_blocks,
-                has_scheduled_reqs,
-                skip_zeroing_group_ids,
-            )
-
-        if recorder is None or not recorder.takes_calls:
-            return run()
-        made: KVCacheBlocks | None = recorder.call(
-            run,
-            lambda: (
-                "allocate_slots",
-                recorder.tell(request).number,
-                num_new_tokens,
-                num_new_computed_tokens,
-                recorder.describe_hit(new_computed_blocks, self.empty_kv_cache_blocks),
-                num_lookahead_tokens,
-                num_external_computed_tokens,
-                bool(delay_cache_blocks),
-                num_encoder_tokens,
-                bool(full_sequence_must_fit),
-                reserved_blocks,
-                bool(has_scheduled_reqs),
-                list(skip_zeroing_group_ids),
-            ),
-            _blocks_by_group,
+    ) -> tuple[Any, ...]:
+        return (
+            "allocate_slots",
+            recorder.tell(request).number,
+            number(num_new_tokens),
+            number(num_new_computed_tokens),
+            recorder.describe_hit(new_computed_blocks, self.empty_kv_cache_blocks),
+            number(num_lookahead_tokens),
+            number(num_external_computed_tokens),
+            bool(delay_cache_blocks),
+            number(num_encoder_tokens),
+            bool(full_sequence_must_fit),
+            number(reserved_blocks),
+            bool(has_scheduled_reqs),
+            list(map(number, skip_zeroing_group_ids)),
         )
-        return made
 
     def allocate_decode(self, requests: Iterable[Request]) -> list[KVCacheBlocks | None]:
         recorder, call = self._recorder, super().allocate_decode
@@ -208,7 +248,7 @@ class RecordedManagerCalls(_ManagerBase):
             return call(request, num_computed_tokens)
         recorder.call(
             lambda: call(request, num_computed_tokens),
-            lambda: ("cache_blocks", recorder.tell(request).number, num_computed_tokens),
+            lambda: ("cache_blocks", recorder.tell(request).number, number(num_computed_tokens)),
             _nothing,
         )
         return None
@@ -248,8 +288,8 @@ class RecordedManagerCalls(_ManagerBase):
             lambda: (
                 "remove_skipped_blocks",
                 recorder.number_of(request_id),
-                processed_computed_tokens,
-                num_prompt_tokens,
+                number(processed_computed_tokens),
+                None if num_prompt_tokens is None else number(num_prompt_tokens),
             ),
             _nothing,
         )
@@ -276,7 +316,7 @@ class RecordedManagerCalls(_ManagerBase):
         recorder, call = self._recorder, super().new_step_starts
         if recorder is None or not recorder.takes_calls:
             return call()
-        recorder.call(call, lambda: ("new_step_starts",), _nothing, is_quiet=True)
+        recorder.call_quietly(call, _NEW_STEP, _no_result)
         return None
 
     def take_back(self, request: Request, num_computed_tokens: int) -> None:
@@ -285,7 +325,7 @@ class RecordedManagerCalls(_ManagerBase):
             return call(request, num_computed_tokens)
         recorder.call(
             lambda: call(request, num_computed_tokens),
-            lambda: ("take_back", recorder.tell(request).number, num_computed_tokens),
+            lambda: ("take_back", recorder.tell(request).number, number(num_computed_tokens)),
             _nothing,
         )
         return None
@@ -310,7 +350,7 @@ class RecordedManagerCalls(_ManagerBase):
             return call(request_id, start_token)
         recorder.call(
             lambda: call(request_id, start_token),
-            lambda: ("record_blocks_for_zeroing", recorder.number_of(request_id), start_token),
+            lambda: ("record_blocks_for_zeroing", recorder.number_of(request_id), number(start_token)),
             _nothing,
         )
         return None
@@ -319,15 +359,15 @@ class RecordedManagerCalls(_ManagerBase):
         recorder, call = self._recorder, super().take_new_block_ids
         if recorder is None or not recorder.takes_calls:
             return call()
-        ids: list[int] = recorder.call(call, lambda: ("take_new_block_ids",), _ids, is_quiet=True)
+        ids: list[int] = recorder.call_quietly(call, _TAKE_IDS, _taken_ids)
         return ids
 
     def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
         recorder, call = self._recorder, super().take_kv_cache_block_copies
         if recorder is None or not recorder.takes_calls:
             return call()
-        taken: tuple[list[KVCacheBlockCopy], list[KVCacheBlock]] = recorder.call(
-            call, lambda: ("take_kv_cache_block_copies",), _copies, is_quiet=True
+        taken: tuple[list[KVCacheBlockCopy], list[KVCacheBlock]] = recorder.call_quietly(
+            call, _TAKE_COPIES, _taken_copies
         )
         return taken
 
@@ -337,9 +377,8 @@ class RecordedManagerCalls(_ManagerBase):
             return call(num_tokens, num_encoder_tokens)
         num_blocks: int = recorder.call(
             lambda: call(num_tokens, num_encoder_tokens),
-            lambda: ("get_num_required_blocks", num_tokens, num_encoder_tokens),
+            lambda: ("get_num_required_blocks", number(num_tokens), number(num_encoder_tokens)),
             _number,
-            is_quiet=True,
         )
         return num_blocks
 
@@ -363,7 +402,7 @@ class RecordedPoolCalls(_PoolBase):
         if recorder is None or not recorder.takes_calls:
             return call(num_blocks)
         blocks: list[KVCacheBlock] = recorder.call(
-            lambda: call(num_blocks), lambda: ("pool.get_new_blocks", num_blocks), _blocks
+            lambda: call(num_blocks), lambda: ("pool.get_new_blocks", number(num_blocks)), _blocks
         )
         return blocks
 
@@ -407,10 +446,10 @@ class RecordedPoolCalls(_PoolBase):
                 "pool.cache_full_blocks",
                 recorder.tell(request).number,
                 self._own_ids(blocks),
-                num_cached_blocks,
-                num_full_blocks,
-                block_size,
-                kv_cache_group_id,
+                number(num_cached_blocks),
+                number(num_full_blocks),
+                number(block_size),
+                number(kv_cache_group_id),
                 None if block_mask is None else [bool(is_wanted) for is_wanted in block_mask],
             ),
             _nothing,
@@ -436,9 +475,9 @@ class RecordedPoolCalls(_PoolBase):
                 "pool.cache_partial_block",
                 recorder.tell(request).number,
                 self._own_id(block),
-                num_tokens,
-                kv_cache_group_id,
-                block_size,
+                number(num_tokens),
+                number(kv_cache_group_id),
+                number(block_size),
                 bool(replace_existing_hashes),
             ),
             lambda key: (None, [int(key is not None)]),
@@ -491,7 +530,7 @@ class RecordedPoolCalls(_PoolBase):
         recorder, call = self._recorder, super().allocate_ids
         if recorder is None or not recorder.takes_calls:
             return call(n, out)
-        return recorder.call(lambda: call(n, out), lambda: ("pool.allocate_ids", n), _ids)
+        return recorder.call(lambda: call(n, out), lambda: ("pool.allocate_ids", number(n)), _ids)
 
     def free_ids(self, ids: Any, prepend: bool = False) -> None:
         recorder, call = self._recorder, super().free_ids
@@ -518,7 +557,7 @@ class RecordedPoolCalls(_PoolBase):
         hashes = list(block_hashes)
         recorder.call(
             lambda: call(hashes, ids, group_id),
-            lambda: ("pool.cache_ids", hashes, pack(memoryview(ids)), group_id),
+            lambda: ("pool.cache_ids", _digests(hashes), pack(memoryview(ids)), number(group_id)),
             _nothing,
         )
         return None
@@ -529,6 +568,7 @@ def recorded(plain: Any) -> Any:
 
     class RecordingKVCacheManager(RecordedManagerCalls, plain):  # type: ignore[misc]
         __doc__ = plain.__doc__
+        _allocate_plainly = plain.allocate_slots
 
     return RecordingKVCacheManager
 

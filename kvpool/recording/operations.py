@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Annotated
+from operator import index
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -40,6 +41,11 @@ Key = Annotated[bytes, Meta(min_length=4, max_length=MAX_DIGEST_BYTES + 4)]
 Shape = Annotated[list[int], Meta(max_length=MAX_FIELDS)]
 FieldValue = int | Word | Annotated[list[int | Word | Shape], Meta(max_length=MAX_FIELDS)] | None
 ByGroup = Annotated[list[Packed], Meta(max_length=MAX_GROUPS)]
+
+
+def number(value: Any) -> int:
+    """A caller's number as messages have it. TypeError for what is none."""
+    return value if type(value) is int else int(index(value))
 
 
 def pack(numbers: Iterable[int]) -> bytes:
@@ -224,6 +230,13 @@ class RequestState(Message, tag="request"):
     new_hashes: Annotated[list[Digest], Meta(max_length=MAX_HASHES)]
 
 
+class NewHashes(Message, tag="new_hashes"):
+    """One more hash for each of some requests."""
+
+    requests: Packed
+    hashes: Annotated[list[Digest], Meta(max_length=MAX_HASHES)]
+
+
 # ---- calls ----
 
 
@@ -258,6 +271,23 @@ class AllocateSlots(Operation, tag="allocate_slots"):
     reserved_blocks: Number
     has_scheduled_reqs: bool
     skip_zeroing_group_ids: Annotated[list[Number], Meta(max_length=MAX_GROUPS)]
+
+
+class PlainAllocations(Message, tag="plain_allocations"):
+    """Calls of ``allocate_slots`` one after the other, each an operation, and their results.
+
+    Attributes:
+        requests, num_tokens, num_computed_tokens, num_new_tokens: packed, an item for each call: its request, the
+            tokens that this has and has computed, and the argument. All other arguments are at their defaults.
+        block_ids, numbers: as in the ``Result`` of ``allocate_decode``.
+    """
+
+    requests: Packed
+    num_tokens: Packed
+    num_computed_tokens: Packed
+    num_new_tokens: Packed
+    block_ids: Annotated[list[Packed], Meta(max_length=MAX_ROWS)]
+    numbers: Annotated[list[Number], Meta(max_length=MAX_ROWS)]
 
 
 class AllocateDecode(Operation, tag="allocate_decode"):
@@ -438,6 +468,8 @@ MESSAGES: tuple[type[Message], ...] = (
     TableState,
     SnapshotEnd,
     RequestState,
+    NewHashes,
+    PlainAllocations,
     *OPERATIONS,
     Result,
     Failure,

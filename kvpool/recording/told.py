@@ -30,6 +30,10 @@ if TYPE_CHECKING or _backend.BACKEND == "reference" or sys.byteorder != "little"
             self.skips_cache: Any = None
             self.status: Any = None
 
+        def forget_tokens(self) -> None:
+            """The file does not have its numbers of tokens as they are noted here."""
+            self.num_tokens = -1
+
         def is_current(self, request: Any, caches: bool) -> bool:
             """Whether nothing has changed. For requests of other classes than kvpool's, always False.
 
@@ -40,8 +44,9 @@ if TYPE_CHECKING or _backend.BACKEND == "reference" or sys.byteorder != "little"
 
     def pack_batch(
         known: dict[Any, Told], requests: Iterable[Any], caches: bool, tell: Callable[[Any], Told]
-    ) -> tuple[bytes, bytes, bytes]:
-        """Packed numbers, tokens and computed tokens of requests. What else has changed is told.
+    ) -> tuple[bytes, bytes, bytes, list[int], list[bytes]]:
+        """Packed numbers, tokens and computed tokens of requests; and the numbers of those that have a further hash,
+        with these hashes, which count as told. What else has changed is told by a call.
 
         Args:
             known: what was told, by request id; tokens and computed tokens are noted there.
@@ -55,9 +60,52 @@ if TYPE_CHECKING or _backend.BACKEND == "reference" or sys.byteorder != "little"
             pack(one.number for one in told),
             pack(one.num_tokens for one in told),
             pack(one.num_computed_tokens for one in told),
+            [],
+            [],
         )
 
-else:
-    from kvpool._told import Told, pack_batch
+    class PlainCalls:
+        """Calls of ``allocate_slots`` with a request and a number of tokens alone, which an engine may make for each
+        of its requests at every step: they are written together. Here none is taken.
 
-__all__ = ["Told", "pack_batch"]
+        Attributes:
+            num_calls: that were made; is_full: there is no room for a further one; is_empty: there is nothing to tell.
+
+        Args:
+            told: by request id.
+            caches: whether hashes of requests count.
+        """
+
+        num_calls = 0
+        is_full = False
+        is_empty = True
+
+        def __init__(self, told: dict[Any, Told], caches: bool) -> None:
+            pass
+
+        def has(self, told: Told) -> bool:
+            """Whether one of the calls is for this request."""
+            return False
+
+        def add(self, request: Any, num_new_tokens: Any) -> bool:
+            """The next call, before it is made; its request's tokens are noted as told. False if it is not taken: the
+            request is none of kvpool's, or something else has changed of it, or there is no room."""
+            return False
+
+        def settle(self, rows: Any) -> None:
+            """What the call has given: packed ids by group, None for no room, False for nothing. It counts from here
+            on; one that was added and is not settled does not."""
+
+        def take_grown(self) -> tuple[list[int], list[bytes]]:
+            """The requests that have a further hash, which count as told, and these hashes; to be told before the
+            calls."""
+            return [], []
+
+        def take(self) -> tuple[bytes, bytes, bytes, bytes, list[bytes], list[int]]:
+            """The fields of ``PlainAllocations``; then there are none."""
+            return b"", b"", b"", b"", [], []
+
+else:
+    from kvpool._told import PlainCalls, Told, pack_batch
+
+__all__ = ["PlainCalls", "Told", "pack_batch"]
