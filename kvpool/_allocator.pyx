@@ -10,7 +10,7 @@ from kvpool._batch cimport SMALL, ids_of_size, parse_count, release_batch
 from kvpool._block cimport (
     BlockHome, HandleTable, KVCacheBlock as _KVCacheBlock, borrowed_handle, handle_of, kvpool_lock_acquire,
     kvpool_lock_release,
-    node_in, open_handles, raise_status,
+    node_in, num_free_of, open_handles, raise_status,
 )
 from kvpool._kvp cimport (
     KVP_ERR_NO_FREE_BLOCKS, KVP_ERR_NO_MEMORY, KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, KVP_PLACE_TAIL, kvp_fault_t,
@@ -163,7 +163,7 @@ cdef class BlockAllocator:
         cdef int32_t *ids
         cdef kvp_status_t status = KVP_ERR_NO_FREE_BLOCKS
         cdef bint is_done = False
-        if n > home.pool.free_list.num_free:
+        if n > num_free_of(home):
             too_few_blocks(n)
         cdef list blocks = PyList_New(n)
         ids = ids_of_size(n, small)
@@ -349,13 +349,13 @@ cdef class BlockAllocator:
 
     def get_num_free_blocks(self):
         """Blocks that can be taken now, cached ones that nobody uses included."""
-        return self.the_home().pool.free_list.num_free
+        return num_free_of(self.the_home())
 
     def get_usage(self):
         """Share of blocks in use, 0.0 to 1.0; the null block doesn't count, cached blocks nobody uses are free."""
         cdef BlockHome home = self.the_home()
         cdef int32_t usable = home.pool.num_blocks - 1
-        return 1.0 - <double>home.pool.free_list.num_free / usable if usable > 0 else 0
+        return 1.0 - <double>num_free_of(home) / usable if usable > 0 else 0
 
     @property
     def num_evictable_blocks(self):

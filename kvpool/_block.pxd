@@ -13,6 +13,8 @@ cdef extern from "_lock.h":
         pass
     void kvpool_lock_acquire(kvpool_lock_t *lock)
     void kvpool_lock_release(kvpool_lock_t *lock)
+    PyObject *kvpool_read_once(PyObject **place)
+    void kvpool_write_once(PyObject **place, PyObject *value)
 
 cdef enum:
     FAKE_HEAD = -2
@@ -58,15 +60,21 @@ cdef int open_handles(BlockHome home, int32_t capacity) except -1
 cdef void close_handles(BlockHome home) noexcept
 
 cdef inline object handle_of(BlockHome home, int32_t node):
-    if home.handles is not NULL and home.handles[node] is not NULL:
-        return <object>home.handles[node]
-    return new_handle(home, node)
+    cdef PyObject *kept = NULL if home.handles is NULL else kvpool_read_once(&home.handles[node])
+    return new_handle(home, node) if kept is NULL else <object>kept
 
 cdef inline PyObject *borrowed_handle(BlockHome home, int32_t node) except NULL:
     """The table owns a reference, so a live pool need not count one for each block that passes by."""
-    if home.handles[node] is NULL:
+    if kvpool_read_once(&home.handles[node]) is NULL:
         new_handle(home, node)
-    return home.handles[node]
+    return kvpool_read_once(&home.handles[node])
+
+cdef inline int32_t num_free_of(BlockHome home) noexcept:
+    cdef int32_t num_free
+    kvpool_lock_acquire(&home.lock)
+    num_free = home.links.num_free
+    kvpool_lock_release(&home.lock)
+    return num_free
 
 cdef inline int32_t node_in(BlockHome home, PyObject *item) noexcept:
     if (<PyObject *>Py_TYPE(<object>item) == <PyObject *>KVCacheBlock) and (<KVCacheBlock>item).home is home:

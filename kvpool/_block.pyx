@@ -98,7 +98,7 @@ cdef object remember(BlockHome home, Py_ssize_t place, KVCacheBlock block):
             kept = <object>home.handles[place]
         else:
             Py_INCREF(block)
-            home.handles[place] = <PyObject *>block
+            kvpool_write_once(&home.handles[place], <PyObject *>block)
     kvpool_lock_release(&home.lock)
     return kept
 
@@ -109,8 +109,9 @@ cdef object new_handle(BlockHome home, int32_t node):
 
 cdef object fake_end(BlockHome home, int32_t which):
     cdef Py_ssize_t place = <Py_ssize_t>home.num_handles + (1 if which == FAKE_TAIL else 0)
-    if home.handles is not NULL and home.handles[place] is not NULL:
-        return <object>home.handles[place]
+    cdef PyObject *kept = NULL if home.handles is NULL else kvpool_read_once(&home.handles[place])
+    if kept is not NULL:
+        return <object>kept
     return remember(home, place, make_view(home, which, KVP_NONE))
 
 

@@ -14,7 +14,8 @@ from kvpool._batch cimport (
     SMALL, IdBuffer, IdCopy, copy_ids, data_of, ids_of_size, keys_of_size, new_ids, open_buffer, parse_count, read_ids, release_batch,
 )
 from kvpool._block cimport (
-    BlockHome, handle_of, kvpool_lock_acquire, kvpool_lock_release, parse_digest, parse_group, raise_status,
+    BlockHome, handle_of, kvpool_lock_acquire, kvpool_lock_release, num_free_of, parse_digest, parse_group,
+    raise_status,
 )
 from kvpool._kvp cimport (
     KVP_CACHE_IDEMPOTENT, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, kvp_fault_t, kvp_key_t, kvp_pool_allocate,
@@ -72,12 +73,12 @@ cdef class BlockPoolBase(PrefixCache):
         cdef int32_t count = parse_count(n)
         cdef IdBuffer buffer
         cdef kvp_status_t status
-        cdef object result = new_ids(count) if out is None and count <= home.pool.free_list.num_free else out
+        cdef object result = new_ids(count) if out is None and count <= num_free_of(home) else out
         if out is not None:
             buffer = open_buffer(out, True)
             if buffer.length != count:
                 raise InvalidArgumentError(f"out has {buffer.length} items for {count} ids")
-        if count > home.pool.free_list.num_free:
+        if count > num_free_of(home):
             too_few_blocks(count)
         if self.is_observed():
             buffer = None

@@ -9,7 +9,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t
 from kvpool._allocator cimport BlockAllocator, set_item, too_few_blocks
 from kvpool._batch cimport SMALL, ids_of_size, parse_count, release_batch
 from kvpool._block cimport (
-    BlockHome, key_bytes, kvpool_lock_acquire, kvpool_lock_release, parse_digest, raise_status,
+    BlockHome, key_bytes, kvpool_lock_acquire, kvpool_lock_release, num_free_of, parse_digest, raise_status,
 )
 from kvpool._hash cimport BlockHasherBase
 from kvpool._kvp cimport (
@@ -76,7 +76,7 @@ def allocate_table(pool, num_blocks):
     cdef int32_t small[SMALL]
     cdef kvp_status_t status
     cdef bint is_done = False
-    if n > home.pool.free_list.num_free:
+    if n > num_free_of(home):
         too_few_blocks(n)
     cdef list table = PyList_New(n)
     cdef int32_t *ids = ids_of_size(n, small)

@@ -17,7 +17,7 @@ from libc.string cimport memcpy
 
 from kvpool._allocator cimport too_few_blocks
 from kvpool._batch cimport MOST, NOT_PLAIN, SMALL, ids_of_size, is_plain_number, keys_of_size, plain_number, release_batch
-from kvpool._block cimport BlockHome, kvpool_lock_acquire, kvpool_lock_release, parse_digest
+from kvpool._block cimport BlockHome, kvpool_lock_acquire, kvpool_lock_release, num_free_of, parse_digest
 from kvpool._block_sequence cimport BlockSequence, new_sequence
 from kvpool._kvp cimport (
     KVP_CACHE_PROMOTE, KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, kvp_key_t, kvp_map_reserve,
@@ -270,7 +270,7 @@ cdef class KVCacheManagerBase:
         num_slots = min(computed + num_new_tokens + num_lookahead_tokens, self.longest)
         num_full = min(computed + num_new_tokens, num_tokens) // self.block_size
         num_required = (num_slots + self.block_size - 1) // self.block_size
-        num_free = self.home.pool.free_list.num_free
+        num_free = num_free_of(self.home)
         if self.pool.is_observed() and (num_required > num_held or self.caches and max(num_cached, 0) < num_full):
             return NotImplemented
         if self.caches and (num_full > PyList_GET_SIZE(hashes) or num_full > max(num_required, num_held + num_hits)):
