@@ -32,7 +32,7 @@ help:
 	@echo 'test-sanitize           the tests on a build under ASan + UBSan; test-sanitize-all: the slow ones too'
 	@echo 'tsan PYTHON=python3.14t the tests of threads under ThreadSanitizer, on a free-threaded CPython'
 	@echo 'test-pure               the tests with KVPOOL_PURE_PYTHON=1'
-	@echo 'test-sdist              installs from the sdist and runs the tests there'
+	@echo 'test-sdist              installs from the sdist and runs the main tests there'
 	@echo 'vllm-env test-lockstep  an environment with vLLM; native, reference and vLLM in step, replay compared'
 	@echo 'conformance             vLLM'"'"'s own tests, stock and with kvpool, compared test by test'
 	@echo 'test-vllm               conformance, test-lockstep, and a real model through vLLM, both ways'
@@ -130,11 +130,11 @@ PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider -n auto --dist loadfile
 
 test-debug: sdist
 	$(call install_leg,debug,KVPOOL_DEBUG=1)
-	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not timing and not dataplane'
+	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not slow and not timing and not dataplane'
 
 # The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns. Without libstdc++ the
 # sanitizer stops at the first C++ exception of any other extension.
-# $(call run_sanitized,MARKERS)
+# $(call run_sanitized,MARKERS AND OTHER OPTIONS)
 define run_sanitized
 	$(call install_leg,sanitize,KVPOOL_SANITIZE=1 KVPOOL_DEBUG=1)
 	$(call LEG_PYTEST,sanitize) LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
@@ -142,8 +142,13 @@ define run_sanitized
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m $(1)
 endef
 
+# Sockets, files and command lines are Python: nothing of theirs is compiled.
+NOT_SANITIZED := broken_models curve event_floods event_keys event_publisher event_replay held_listener \
+        hostile_command_line json_lines local_workers mutants peer_limits readme replay_ops_command scratch_folder \
+        strangers watched_socket
+
 test-sanitize: sdist
-	$(call run_sanitized,'not slow and not timing and not dataplane')
+	$(call run_sanitized,'not slow and not timing and not dataplane' $(NOT_SANITIZED:%=--ignore=src/tests/test_%.py))
 
 test-sanitize-all: sdist
 	$(call run_sanitized,'not timing and not dataplane')
@@ -161,12 +166,16 @@ build/tsan/.installed: $(NATIVE_SOURCES)
 	touch $@
 
 test-pure: $(VENV)/.installed
-	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests -m 'not timing and not dataplane'
+	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests -m 'not slow and not timing and not dataplane'
+
+# What is installed is whole. The other legs run all tests, on builds from the same sdist.
+SDIST_TESTS := allocation bill_of_materials block_hash cache_blocks cli environment event_format import kv_cache_manager \
+        manager_lockstep processes recording replay_trace request scheduler stats threads
 
 test-sdist: sdist
 	$(call install_leg,sdist,)
 	test -z "$$(find $(LEG)/sdist/site/kvpool -name '*.c' -o -name '*.pyx')"
-	$(call LEG_PYTEST,sdist) $(PYTEST) src/tests -m 'not slow and not timing and not dataplane'
+	$(call LEG_PYTEST,sdist) $(PYTEST) $(SDIST_TESTS:%=src/tests/test_%.py) -m 'not slow and not timing and not dataplane'
 
 # ---- vLLM ----
 
