@@ -38,9 +38,11 @@ meeting = Path(sys.argv[sys.argv.index("--rendezvous") + 1])
 meeting.write_text("here")
 time.sleep(600)
 """
+# Who starts the tests in the background has SIGINT ignored.
 USER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 RANK = {rank!r}
 {user}
 with use(*arguments) as used:
