@@ -128,9 +128,15 @@ LEG_PYTEST = cd $(LEG)/$(1) && PYTHONPATH=$(CURDIR)/$(LEG)/$(1)/site
 # A process per core; what measures time runs in make test alone.
 PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider -n auto --dist loadfile
 
+# Sockets, files and command lines are Python: nothing of theirs is compiled.
+NOT_COMPILED := broken_models curve event_floods event_keys event_publisher event_replay held_listener \
+        hostile_command_line json_lines local_workers mutants peer_limits readme replay_ops_command scratch_folder \
+        strangers watched_socket
+IGNORE_NOT_COMPILED := $(NOT_COMPILED:%=--ignore=src/tests/test_%.py)
+
 test-debug: sdist
 	$(call install_leg,debug,KVPOOL_DEBUG=1)
-	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not slow and not timing and not dataplane'
+	$(call LEG_PYTEST,debug) $(PYTEST) src/tests -m 'not slow and not timing and not dataplane' $(IGNORE_NOT_COMPILED)
 
 # The interpreter itself leaks by design, hence no leak detection; its allocator would hide overruns. Without libstdc++ the
 # sanitizer stops at the first C++ exception of any other extension.
@@ -142,13 +148,8 @@ define run_sanitized
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 $(PYTEST) src/tests -m $(1)
 endef
 
-# Sockets, files and command lines are Python: nothing of theirs is compiled.
-NOT_SANITIZED := broken_models curve event_floods event_keys event_publisher event_replay held_listener \
-        hostile_command_line json_lines local_workers mutants peer_limits readme replay_ops_command scratch_folder \
-        strangers watched_socket
-
 test-sanitize: sdist
-	$(call run_sanitized,'not slow and not timing and not dataplane' $(NOT_SANITIZED:%=--ignore=src/tests/test_%.py))
+	$(call run_sanitized,'not slow and not timing and not dataplane' $(IGNORE_NOT_COMPILED))
 
 test-sanitize-all: sdist
 	$(call run_sanitized,'not timing and not dataplane')
