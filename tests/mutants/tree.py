@@ -17,6 +17,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c11", "-O2", "-g0", "-fvisibility=hidden", "-fno-strict-aliasing"]
 MACROS = ["-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION", '-DKVPOOL_BUILD_FLAGS="mutant"']
+NAMES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
@@ -42,7 +43,7 @@ class Tree:
     def _copy(self) -> None:
         if self.root.exists():
             shutil.rmtree(self.root)
-        files = [CHECKOUT / name for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "constraints.txt")]
+        files = [*CHECKOUT.glob("setup*.py"), *(CHECKOUT / name for name in NAMES)]
         for folder in ("kvpool", "csrc", "tests"):
             files += [file for file in (CHECKOUT / folder).rglob("*") if file.is_file()]
         # What is built is taken over with its times, so that only what is out of date is built again.
