@@ -9,7 +9,7 @@ a step, it refuses for everybody.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -101,7 +101,7 @@ class Engine:
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             num_blocks=kv_cache_config.num_blocks,
         )
-        self._vocab_size = limits.vocab_size
+        self._limits: ExecutorLimits = limits
         self._require_tokens("the scheduler's stop_token_ids", scheduler_config.stop_token_ids)
         manager = KVCacheManager(
             kv_cache_config,
@@ -175,18 +175,19 @@ class Engine:
                 return request_id
 
     def _read_stop_token_ids(self, token_ids: Any) -> frozenset[int]:
-        tokens = to_token_ids(_first(token_ids, self._vocab_size + 1), Request.are_token_ids, None, None)
-        if len(tokens) > self._vocab_size:
-            raise InvalidArgumentError(f"more stop_token_ids than the {self._vocab_size} tokens of the vocabulary")
+        tokens = to_token_ids(_first(token_ids, self._limits.vocab_size + 1), Request.are_token_ids, None, None)
+        if len(tokens) > self._limits.vocab_size:
+            raise InvalidArgumentError(
+                f"more stop_token_ids than the {self._limits.vocab_size} tokens of the vocabulary"
+            )
         self._require_tokens("stop_token_ids", tokens)
         return frozenset(tokens)
 
-    def _require_tokens(self, name: str, token_ids: Iterable[int]) -> None:
+    def _require_tokens(self, name: str, token_ids: Collection[int]) -> None:
         """Accepts plain ints of the vocabulary."""
-        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-        if lowest < 0 or highest >= self._vocab_size:
-            wrong = show(lowest if lowest < 0 else highest)
-            raise InvalidArgumentError(f"{name}: token {wrong}, in a vocabulary of {self._vocab_size}")
+        unknown = self._limits.find_unknown_token(token_ids)
+        if unknown is not None:
+            raise InvalidArgumentError(f"{name}: token {show(unknown)}, in a vocabulary of {self._limits.vocab_size}")
 
     def step(self) -> list[RequestOutput]:
         """Computes one step; the new tokens of each request that got one, and why a request could not be computed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -59,7 +59,7 @@ class ExecutorLimits:
             self._check_length(new.request_id, len(new.prompt_token_ids))
         cached = output.scheduled_cached_requests
         tokens = list(chain.from_iterable(cached.new_token_ids))
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+        if self.find_unknown_token(tokens) is not None:
             for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids):
                 self._check_tokens(request_id, token_ids)
         if counts and max(cached.num_computed_tokens, default=0) + max(counts.values()) > self.max_model_len:
@@ -73,12 +73,19 @@ class ExecutorLimits:
             )
 
     def _check_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
-        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-        if lowest < 0 or highest >= self.vocab_size:
+        unknown = self.find_unknown_token(token_ids)
+        if unknown is not None:
             raise InvalidArgumentError(
-                f"request {request_id!r} has the token {show(lowest if lowest < 0 else highest)}, in a vocabulary of "
-                f"{self.vocab_size}"
+                f"request {request_id!r} has the token {show(unknown)}, in a vocabulary of {self.vocab_size}"
             )
+
+    def find_unknown_token(self, token_ids: Collection[int]) -> int | None:
+        """A token outside the vocabulary: the lowest if that is negative, else the highest. None if there is none.
+        O(tokens)."""
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if lowest < 0:
+            return lowest
+        return highest if highest >= self.vocab_size else None
 
 
 class Executor(Protocol):
