@@ -10,7 +10,7 @@ CC ?= cc
 C_SOURCES := $(wildcard csrc/*.c)
 C_WARNINGS := -Wall -Wextra -Wconversion -Werror
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-NATIVE_SOURCES := $(wildcard csrc/*.[ch] kvpool/*.pyx kvpool/*.pxd kvpool/*.h kvpool/integrations/vllm/*.p[yx][xd]) setup.py pyproject.toml constraints.txt
+NATIVE_SOURCES := $(wildcard csrc/*.[ch] kvpool/native/*.p[yx][xd] kvpool/native/*.h kvpool/integrations/vllm/*.p[yx][xd]) setup.py pyproject.toml constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # The newest release that kvpool serves and that has no wheel for CPUs: its Python files are laid over the installed one.
@@ -129,10 +129,12 @@ LEG_PYTEST = cd $(LEG)/$(1) && PYTHONPATH=$(CURDIR)/$(LEG)/$(1)/site
 PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider -n auto --dist loadfile
 
 # Sockets, files and command lines are Python: nothing of theirs is compiled.
-NOT_COMPILED := broken_models curve event_floods event_keys event_publisher event_replay held_listener \
-        hostile_command_line json_lines local_workers mutants peer_limits readme replay_ops_command scratch_folder \
-        strangers watched_socket
-IGNORE_NOT_COMPILED := $(NOT_COMPILED:%=--ignore=src/tests/test_%.py)
+NOT_COMPILED := events/test_curve events/test_event_floods events/test_event_keys events/test_event_publisher \
+        events/test_event_replay events/test_held_listener events/test_peer_limits \
+        events/test_watched_socket replay/test_json_lines replay/test_replay_ops_command \
+        repo/test_hostile_command_line repo/test_mutants repo/test_readme worker/test_broken_models \
+        worker/test_local_workers worker/test_scratch_folder worker/test_strangers
+IGNORE_NOT_COMPILED := $(NOT_COMPILED:%=--ignore=src/tests/%.py)
 
 test-debug: sdist
 	$(call install_leg,debug,KVPOOL_DEBUG=1)
@@ -157,7 +159,7 @@ test-sanitize-all: sdist
 # The interpreter too must be free-threaded; with its GIL the tests would run one after the other.
 tsan: build/tsan/.installed
 	TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" PYTHON_GIL=0 \
-	  build/tsan/bin/python -m pytest -q -p no:cacheprovider tests/test_threads.py
+	  build/tsan/bin/python -m pytest -q -p no:cacheprovider tests/pool/test_threads.py
 
 build/tsan/.installed: $(NATIVE_SOURCES)
 	$(PYTHON) -c 'import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED") and "$(PYTHON) has a GIL: PYTHON=python3.14t make tsan")'
@@ -170,13 +172,16 @@ test-pure: $(VENV)/.installed
 	KVPOOL_PURE_PYTHON=1 $(PYTEST) tests -m 'not slow and not timing and not dataplane'
 
 # What is installed is whole. The other legs run all tests, on builds from the same sdist.
-SDIST_TESTS := allocation bill_of_materials block_hash cache_blocks cli environment event_format import kv_cache_manager \
-        manager_lockstep processes recording replay_trace request scheduler stats threads
+SDIST_TESTS := cache/test_kv_cache_manager cache/test_manager_lockstep cache/test_stats events/test_event_format \
+        hashing/test_block_hash hashing/test_request pool/test_allocation pool/test_cache_blocks \
+        pool/test_processes pool/test_threads replay/test_recording replay/test_replay_trace \
+        repo/test_bill_of_materials repo/test_cli repo/test_environment repo/test_import \
+        scheduler/test_scheduler
 
 test-sdist: sdist
 	$(call install_leg,sdist,)
 	test -z "$$(find $(LEG)/sdist/site/kvpool -name '*.c' -o -name '*.pyx')"
-	$(call LEG_PYTEST,sdist) $(PYTEST) $(SDIST_TESTS:%=src/tests/test_%.py) -m 'not slow and not timing and not dataplane'
+	$(call LEG_PYTEST,sdist) $(PYTEST) $(SDIST_TESTS:%=src/tests/%.py) -m 'not slow and not timing and not dataplane'
 
 # ---- vLLM ----
 
@@ -258,4 +263,5 @@ audit: $(VENV)/.installed
 	$(BIN)/pip-audit --disable-pip --require-hashes -r requirements/ci.txt
 
 clean:
-	rm -rf build dist *.egg-info $(VENV) $(VLLM_VENV) kvpool/*.so
+	rm -rf build dist *.egg-info $(VENV) $(VLLM_VENV)
+	find kvpool -name '*.so' -delete  # of earlier layouts too

@@ -46,23 +46,19 @@ SOURCES = [
 ]
 HEADERS = [
     *("csrc/kvp.h", "csrc/kvp_alloc.h", "csrc/kvp_block_hash.h", "csrc/kvp_block_table.h", "csrc/kvp_internal.h"),
-    *("csrc/kvp_table_internal.h", "kvpool/_lock.h", "kvpool/_memory.h", "kvpool/_plain.h"),
+    *("csrc/kvp_table_internal.h", "kvpool/native/lock.h", "kvpool/native/module_memory.h"),
+    "kvpool/native/plain_ints.h",
 ]
 MODULES = [
     *(
-        "_memory",
-        "_batch",
-        "_block",
-        "_block_sequence",
-        "_queue",
-        "_map",
-        "_pool_views",
-        "_allocator",
-        "_prefix_cache",
-        "_core",
+        f"native/{name}"
+        for name in (
+            *("memory", "batch", "block", "block_sequence", "free_queue", "prefix_map", "views", "allocator"),
+            *("prefix_cache", "pool", "block_hasher", "request", "list_tables", "kv_cache_manager", "block_rows"),
+            *("step_outputs", "told"),
+        )
     ),
-    *("_hash", "_request", "_list_tables", "_manager", "_tables", "_table_outputs", "_told"),
-    *("integrations/vllm/_fast", "integrations/vllm/_hits", "integrations/vllm/_hasher"),
+    *(f"integrations/vllm/{name}" for name in ("manager_steps", "longest_hit", "request_hasher")),
 ]
 
 # -g0 only shrinks release wheels; debug and sanitized builds want the lines of their reports.
@@ -110,7 +106,7 @@ extensions = [
     Extension(
         f"kvpool.{module.replace('/', '.')}",
         [f"kvpool/{module}.pyx"],
-        include_dirs=["csrc", "kvpool", numpy.get_include()],
+        include_dirs=["csrc", "kvpool/native", numpy.get_include()],
         depends=[*HEADERS, *SOURCES],
         define_macros=macros,
         extra_compile_args=flags,

@@ -33,8 +33,8 @@ from bench.sampling import measure as sample_in_turn  # noqa: E402
 from bench.workloads import SEED, Workload  # noqa: E402
 from kvpool.scheduler.output import CachedRequestData, SchedulerOutput  # noqa: E402
 from kvpool.worker.attention import BACKENDS, AttentionLayer, create_backend, why_unusable  # noqa: E402
-from kvpool.worker.block_table import BlockTableConfig, MultiGroupBlockTable  # noqa: E402
-from kvpool.worker.step_tensors import StepTensorBuilder, StepTensors  # noqa: E402
+from kvpool.worker.step.block_table import BlockTableConfig, MultiGroupBlockTable  # noqa: E402
+from kvpool.worker.step.step_tensors import StepTensorBuilder, StepTensors  # noqa: E402
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 

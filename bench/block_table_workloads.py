@@ -1,6 +1,6 @@
 """Block tables under decoding: a step of 256 requests, 16 of which get a block, on every table that is installed.
 
-  native   kvpool.worker.block_table.MultiGroupBlockTable on the CPU
+  native   kvpool.worker.step.block_table.MultiGroupBlockTable on the CPU
   outputs  the same step from its SchedulerOutput by one call (StepOutputs), which also gives positions and query starts
   numpy    the same with numpy's indexing, as a table without native code would have it
   vllm     vLLM's MultiGroupBlockTable, as its CPU runner has it: the device tensor is the host's
@@ -54,7 +54,7 @@ class Table:
 
 class NativeTable(Table):
     def __init__(self) -> None:
-        from kvpool.worker.block_table import BlockTableConfig, MultiGroupBlockTable
+        from kvpool.worker.step.block_table import BlockTableConfig, MultiGroupBlockTable
 
         self.tables = MultiGroupBlockTable([BlockTableConfig(BLOCK_SIZE, WIDTH)], NUM_REQUESTS, MAX_TOKENS)
         self.append_row, self.add_row = self.tables.append_row, self.tables.add_row  # type: ignore[method-assign]
@@ -209,8 +209,8 @@ class OutputSteps(Workload):
     """
 
     def __init__(self, with_all: bool = False) -> None:
-        from kvpool._table_outputs import StepOutputs
-        from kvpool._tables import BlockRowGroups, BlockRows
+        from kvpool.native.block_rows import BlockRowGroups, BlockRows
+        from kvpool.native.step_outputs import StepOutputs
 
         from kvpool.scheduler.output import CachedRequestData, SchedulerOutput
 

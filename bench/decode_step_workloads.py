@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from bench.workloads import SEED, Workload
-from kvpool.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvpool.engine.engine import Engine
 from kvpool.scheduler import SchedulerConfig
-from kvpool.worker.engine import Engine
 from kvpool.worker.model_runner import ModelRunner, RunnerConfig
 
 NUM_REQUESTS = 256

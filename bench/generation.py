@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from kvpool.generation.model_source import ModelSource, find_model
-from kvpool.generation.session import GenerateSession
-from kvpool.generation.settings import GenerateSettings
+from kvpool.engine.model_source import ModelSource, find_model
+from kvpool.engine.session import GenerateSession
+from kvpool.engine.settings import GenerateSettings
 
 SEED = 7
 LONGEST_SUFFIX = 10
@@ -115,7 +115,7 @@ def main() -> None:
         "--skip-continuous", action="store_true", help="transformers' continuous batching is slow on CPUs"
     )
     options = parser.parse_args()
-    from kvpool.worker.transformers_model import load_pretrained, read_model_facts
+    from kvpool.worker.models.transformers_model import load_pretrained, read_model_facts
 
     with tempfile.TemporaryDirectory(prefix="kvpool-") as scratch:
         source = find_model(options.model, Path(scratch))

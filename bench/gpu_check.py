@@ -100,12 +100,12 @@ def measure_generation() -> list[Figure]:
 
     import torch
 
-    from kvpool.kv_cache_spec import KVCacheConfig
+    from kvpool.cache.spec import KVCacheConfig
+    from kvpool.engine.engine import Engine
     from kvpool.scheduler import SchedulerConfig
-    from kvpool.worker.engine import Engine
     from kvpool.worker.model_runner import ModelRunner, RunnerConfig
-    from kvpool.worker.random_model import make_random_llama
-    from kvpool.worker.transformers_model import TransformersModel
+    from kvpool.worker.models.random_model import make_random_llama
+    from kvpool.worker.models.transformers_model import TransformersModel
 
     model = TransformersModel(make_random_llama(dtype=torch.bfloat16, device="cuda", **BILLION))
     groups = model.kv_cache_groups(16)

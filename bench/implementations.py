@@ -53,14 +53,14 @@ def load_installed(names: tuple[str, ...] = NAMES) -> dict[str, Implementation]:
 
 def is_release_build() -> bool:
     """Whether the extension was built without debug asserts and sanitizers: only then its times mean anything."""
-    from kvpool._core import BUILD_INFO
+    from kvpool.native.pool import BUILD_INFO
 
     return not BUILD_INFO["debug"] and not BUILD_INFO["sanitize"]
 
 
 def _load_native() -> Implementation:
     from kvpool import __version__
-    from kvpool._backend import BACKEND
+    from kvpool.backend import BACKEND
     from kvpool.block_pool import BlockPool
 
     if BACKEND != "native":

@@ -16,11 +16,11 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from kvpool._table_outputs import compute_kv_rows
+from kvpool.native.step_outputs import compute_kv_rows
 
 from bench.workloads import SEED, Workload
-from kvpool.worker.block_swap import BlockSwap
-from kvpool.worker.paged_kv_cache import PagedKVCache
+from kvpool.worker.memory.block_swap import BlockSwap
+from kvpool.worker.memory.paged_kv_cache import PagedKVCache
 
 BLOCK_SIZE = 16
 TURNS = 16  # lists of slots or blocks that an operation goes round in
@@ -183,7 +183,7 @@ class Decode(CacheWorkload):
         self.num_bytes = self.n * blocks * self.cache.layers[0][0].nbytes
 
     def operate(self) -> None:
-        from kvpool.worker.decode_kernel import paged_decode
+        from kvpool.worker.kernels.decode import paged_decode
 
         paged_decode(
             self.query,

@@ -22,7 +22,7 @@ def processor_name() -> str:
 
 def describe_machine(implementations: Mapping[str, Implementation]) -> str:
     """One sentence: processor, cores, load, Python, build and versions."""
-    from kvpool._core import BUILD_INFO
+    from kvpool.native.pool import BUILD_INFO
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""

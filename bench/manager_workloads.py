@@ -28,10 +28,10 @@ def make_manager(implementation: Implementation, num_blocks: int, max_model_len:
     """A new manager over a pool of ``num_blocks`` blocks, the null block included."""
     if implementation.name == "vllm":
         return _make_vllm_manager(num_blocks, max_model_len)
-    from kvpool.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     if implementation.name == "reference":
-        from kvpool.reference.kv_cache_manager import KVCacheManager
+        from kvpool.cache.reference_manager import KVCacheManager
     else:
         from kvpool.kv_cache_manager import KVCacheManager
     spec = FullAttentionSpec(HASH_BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype="float16")

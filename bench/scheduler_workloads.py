@@ -32,8 +32,8 @@ class KvpoolScheduler:
 
     def __init__(self, implementation: Implementation, num_blocks: int, max_model_len: int, **limits: int) -> None:
         from kvpool import reference
+        from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from kvpool.kv_cache_manager import KVCacheManager
-        from kvpool.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from kvpool.reference.request import Request as ReferenceRequest
         from kvpool.request import Request
         from kvpool.scheduler import Scheduler, SchedulerConfig

@@ -11,4 +11,4 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # What a pool looks like from outside, and made-up requests, are the tests' to say.
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "support"))

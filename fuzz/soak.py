@@ -26,7 +26,7 @@ import numpy as np
 import kvpool
 from fuzz.decisions import Finding
 from kvpool import BlockPool, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheManager, Request
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 
 BATCHES_PER_ROUND = 3000
 BATCHES_PER_CHECK = 60

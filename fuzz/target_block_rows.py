@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from kvpool._tables import BlockRowGroups, BlockRows
+from kvpool.native.block_rows import BlockRowGroups, BlockRows
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.pairs import outcome, plain
 from fuzz.values import Maker, any_id_array, any_int, any_sequence, constant, junk
-from kvpool import _table_outputs as outputs
 from kvpool import reference
+from kvpool.native import step_outputs as outputs
 
 MAX_STEPS = 50
 

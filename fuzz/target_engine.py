@@ -15,10 +15,10 @@ from scheduler_runs import VOCABULARY, ReadsWrongToken, Workers, full_attention,
 from fuzz.decisions import Decisions, Finding
 from fuzz.values import FuzzError, any_int, any_sequence, junk
 from kvpool import reference
+from kvpool.cache.spec import KVCacheConfig, KVCacheGroupSpec
+from kvpool.engine.engine import Engine
 from kvpool.errors import InvariantError, KvpoolError
-from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.scheduler import SchedulerConfig, SchedulerOutput, StepResult
-from kvpool.worker.engine import Engine
 from kvpool.worker.executor import ExecutorLimits
 
 MAX_STEPS = 40

@@ -8,8 +8,8 @@ import msgspec
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.mutations import MSGPACK_PIECES, altered_bytes, altered_value
-from kvpool import event_replay
-from kvpool.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from kvpool.events import replay
+from kvpool.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 BATCHES: list[KVEventBatch] = [
     KVEventBatch(ts=1.0, events=[BlockRemoved(block_hashes=[1, b"x" * 32], medium="GPU"), AllBlocksCleared()]),
@@ -91,9 +91,9 @@ class Router:
 
 def serve_replays(d: Decisions) -> None:
     most, most_bytes = 1 + d.below(8), d.choose([10, 40, 1000])
-    remembered = event_replay.RememberedBatches(most, most_bytes)
+    remembered = replay.RememberedBatches(most, most_bytes)
     router = Router(d)
-    server = event_replay.ReplayServer(Zmq, router, remembered, b"topic")
+    server = replay.ReplayServer(Zmq, router, remembered, b"topic")
     published: list[tuple[int, bytes]] = []
     number = 0
     for _ in range(60):
@@ -116,17 +116,17 @@ def serve_replays(d: Decisions) -> None:
         check_remembered(remembered, published, most, most_bytes)
         if server._num_waiting != sum(len(client.answers) for client in server._clients.values()):
             raise Finding(f"{server._num_waiting} requests wait, counted otherwise")
-        if server._num_waiting > event_replay.MAX_WAITING_REQUESTS:
+        if server._num_waiting > replay.MAX_WAITING_REQUESTS:
             raise Finding(f"{server._num_waiting} requests wait")
     contents = dict(published)
     for frames in router.sent.values():
         for sent_number, payload in frames:
-            if sent_number != event_replay.END_OF_REPLAY and contents[int.from_bytes(sent_number, "big")] != payload:
+            if sent_number != replay.END_OF_REPLAY and contents[int.from_bytes(sent_number, "big")] != payload:
                 raise Finding(f"batch {sent_number!r} was answered by {payload!r}")
 
 
 def check_remembered(
-    remembered: event_replay.RememberedBatches, published: list[tuple[int, bytes]], most: int, most_bytes: int
+    remembered: replay.RememberedBatches, published: list[tuple[int, bytes]], most: int, most_bytes: int
 ) -> None:
     kept: list[tuple[int, bytes]] = []
     for batch in reversed(published):

@@ -12,11 +12,11 @@ from typing import Any
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.mutations import TEXT_PIECES, altered_bytes, json_lines
-from kvpool import curve
+from kvpool.engine.prompts import read_prompts
 from kvpool.errors import KvpoolError
-from kvpool.generation.prompts import read_prompts
+from kvpool.network import curve
 from kvpool.replay.trace import read_trace
-from kvpool.worker.scratch_folder import scratch_folder
+from kvpool.worker.transport.scratch_folder import scratch_folder
 
 MAX_SECONDS = 5.0
 TRACE: list[Any] = [

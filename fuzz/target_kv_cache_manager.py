@@ -18,7 +18,7 @@ from fuzz.decisions import Decisions, Finding
 from fuzz.pairs import Call, call_both, outcome
 from fuzz.values import Maker, any_int, any_sequence, constant, junk
 from kvpool import reference, request
-from kvpool.kv_cache_blocks import KVCacheBlocks
+from kvpool.cache.blocks import KVCacheBlocks
 from kvpool.reference.request import Request as ReferenceRequest
 
 MAX_STEPS = 40

@@ -8,9 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvpool._backend import BACKEND, BlockHashToBlockMap, FreeKVCacheBlockQueue, KVCacheBlock
 from kvpool._version import __version__
-from kvpool.block_hash import (
+from kvpool.backend import BACKEND, BlockHashToBlockMap, FreeKVCacheBlockQueue, KVCacheBlock
+from kvpool.block_pool import BlockPool
+from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, KvpoolError, NoFreeBlocksError
+from kvpool.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from kvpool.hashing.block_hash import (
     BlockHash,
     BlockHashListWithBlockSize,
     BlockHashWithGroupId,
@@ -18,17 +21,13 @@ from kvpool.block_hash import (
     get_group_id,
     make_block_hash_with_group_id,
 )
-from kvpool.block_pool import BlockPool
-from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, KvpoolError, NoFreeBlocksError
-from kvpool.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from kvpool.metrics import KVCacheMetricsCollector
+from kvpool.metrics.residency import KVCacheMetricsCollector
 
 if TYPE_CHECKING:
     from kvpool.block_hasher import BlockHasher
-    from kvpool.event_publisher import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
-    from kvpool.kv_cache_blocks import KVCacheBlocks
-    from kvpool.kv_cache_manager import KVCacheManager
-    from kvpool.kv_cache_spec import (
+    from kvpool.cache.blocks import KVCacheBlocks
+    from kvpool.cache.sizing import max_concurrency, num_blocks_for_memory, unify_kv_cache_spec_page_size
+    from kvpool.cache.spec import (
         ChunkedLocalAttentionSpec,
         CrossAttentionSpec,
         FullAttentionSpec,
@@ -39,36 +38,37 @@ if TYPE_CHECKING:
         SinkFullAttentionSpec,
         SlidingWindowSpec,
     )
-    from kvpool.prometheus import KVCacheExporter
+    from kvpool.events.publisher import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
+    from kvpool.kv_cache_manager import KVCacheManager
+    from kvpool.metrics.prometheus import KVCacheExporter
+    from kvpool.metrics.stats import PrefixCacheStats
     from kvpool.request import Request, RequestStatus
     from kvpool.scheduler import Scheduler
-    from kvpool.sizing import max_concurrency, num_blocks_for_memory, unify_kv_cache_spec_page_size
-    from kvpool.stats import PrefixCacheStats
 
 _IMPORTED_LATER = {
     "BlockHasher": "block_hasher",
-    "ChunkedLocalAttentionSpec": "kv_cache_spec",
-    "CrossAttentionSpec": "kv_cache_spec",
-    "EventPublisherFactory": "event_publisher",
-    "FullAttentionSpec": "kv_cache_spec",
-    "KVCacheBlocks": "kv_cache_blocks",
-    "KVCacheConfig": "kv_cache_spec",
-    "KVCacheExporter": "prometheus",
-    "KVCacheGroupSpec": "kv_cache_spec",
+    "ChunkedLocalAttentionSpec": "cache.spec",
+    "CrossAttentionSpec": "cache.spec",
+    "EventPublisherFactory": "events.publisher",
+    "FullAttentionSpec": "cache.spec",
+    "KVCacheBlocks": "cache.blocks",
+    "KVCacheConfig": "cache.spec",
+    "KVCacheExporter": "metrics.prometheus",
+    "KVCacheGroupSpec": "cache.spec",
     "KVCacheManager": "kv_cache_manager",
-    "KVCacheSpec": "kv_cache_spec",
-    "KVEventsConfig": "event_publisher",
-    "MambaSpec": "kv_cache_spec",
-    "PrefixCacheStats": "stats",
+    "KVCacheSpec": "cache.spec",
+    "KVEventsConfig": "events.publisher",
+    "MambaSpec": "cache.spec",
+    "PrefixCacheStats": "metrics.stats",
     "Request": "request",
     "RequestStatus": "request",
     "Scheduler": "scheduler",
-    "SinkFullAttentionSpec": "kv_cache_spec",
-    "SlidingWindowSpec": "kv_cache_spec",
-    "ZmqEventPublisher": "event_publisher",
-    "max_concurrency": "sizing",
-    "num_blocks_for_memory": "sizing",
-    "unify_kv_cache_spec_page_size": "sizing",
+    "SinkFullAttentionSpec": "cache.spec",
+    "SlidingWindowSpec": "cache.spec",
+    "ZmqEventPublisher": "events.publisher",
+    "max_concurrency": "cache.sizing",
+    "num_blocks_for_memory": "cache.sizing",
+    "unify_kv_cache_spec_page_size": "cache.sizing",
 }
 
 __all__ = [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool import _backend
-from kvpool._block_hashing import ALGORITHMS, DEFAULT_SEED, resolve_none_hash_seed
+from kvpool import backend
+from kvpool.hashing.hashing import ALGORITHMS, DEFAULT_SEED, resolve_none_hash_seed
 
-if TYPE_CHECKING or _backend.BACKEND == "reference":
+if TYPE_CHECKING or backend.BACKEND == "reference":
     from kvpool.reference.block_hasher import BlockHasher
 else:
-    from kvpool._block_hashing import BlockHashing
-    from kvpool._hash import BlockHasherBase
+    from kvpool.hashing.hashing import BlockHashing
+    from kvpool.native.block_hasher import BlockHasherBase
 
     class BlockHasher(BlockHashing, BlockHasherBase):
         __doc__ = BlockHashing.__doc__

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool import _backend
+from kvpool import backend
 
-if TYPE_CHECKING or _backend.BACKEND == "reference":
+if TYPE_CHECKING or backend.BACKEND == "reference":
     from kvpool.reference import BlockPool
 else:
-    from kvpool._pool_operations import PoolOperations
+    from kvpool.pool.observed import PoolOperations
 
-    class BlockPool(PoolOperations, _backend.BlockPoolBase):
+    class BlockPool(PoolOperations, backend.BlockPoolBase):
         __doc__ = PoolOperations.__doc__
 
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpool import _backend
-from kvpool._manager_operations import KVCacheManagerOperations
-from kvpool.coordinator import HybridKVCacheCoordinator
-from kvpool.kv_cache_blocks import KVCacheBlockCopy, KVCacheBlocks
-from kvpool.kv_cache_spec import FullAttentionSpec
-from kvpool.managers import ChunkedLocalAttentionManager, FullAttentionManager, SlidingWindowManager
+from kvpool import backend
+from kvpool.cache.blocks import KVCacheBlockCopy, KVCacheBlocks
+from kvpool.cache.coordinator import HybridKVCacheCoordinator
+from kvpool.cache.manager import KVCacheManagerOperations
+from kvpool.cache.managers import ChunkedLocalAttentionManager, FullAttentionManager, SlidingWindowManager
+from kvpool.cache.spec import FullAttentionSpec
 from kvpool.recording.settings import RecordingSettings
 
-if TYPE_CHECKING or _backend.BACKEND == "reference":
-    from kvpool.reference.kv_cache_manager import KVCacheManager
+if TYPE_CHECKING or backend.BACKEND == "reference":
+    from kvpool.cache.reference_manager import KVCacheManager
 else:
-    from kvpool._manager import KVCacheManagerBase
+    from kvpool.native.kv_cache_manager import KVCacheManagerBase
 
     class KVCacheManager(KVCacheManagerBase, KVCacheManagerOperations):
         __doc__ = KVCacheManagerOperations.__doc__
@@ -35,7 +35,7 @@ else:
                     self.max_model_len,
                     self.watermark_blocks,
                 )
-            elif isinstance(self.block_pool, _backend.BlockPoolBase):
+            elif isinstance(self.block_pool, backend.BlockPoolBase):
                 groups = [self._steady_group(manager) for manager in self.coordinator.single_type_managers]
                 if None not in groups:
                     self.bind_groups(
@@ -68,7 +68,7 @@ else:
             """One group whose blocks are as long as the hashes', with nothing special about hits and caching."""
             managers = self.coordinator.single_type_managers
             return (
-                isinstance(self.block_pool, _backend.BlockPoolBase)
+                isinstance(self.block_pool, backend.BlockPoolBase)
                 and len(managers) == 1
                 and type(managers[0]) is FullAttentionManager
                 and type(managers[0].kv_cache_spec) is FullAttentionSpec

@@ -1,13 +1,13 @@
-"""Block tables that are plain lists of ints; see ``kvpool._list_table_operations``."""
+"""Block tables that are plain lists of ints; see ``kvpool.pool.list_tables``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool import _backend
+from kvpool import backend
 
-if TYPE_CHECKING or _backend.BACKEND == "reference":
-    from kvpool._list_table_operations import (
+if TYPE_CHECKING or backend.BACKEND == "reference":
+    from kvpool.pool.list_tables import (
         allocate_table,
         cache_completed_blocks,
         find_prefix_of_tokens,
@@ -15,7 +15,7 @@ if TYPE_CHECKING or _backend.BACKEND == "reference":
         touch_table,
     )
 else:
-    from kvpool._list_tables import (
+    from kvpool.native.list_tables import (
         allocate_table,
         cache_completed_blocks,
         find_prefix_of_tokens,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool import _backend
-from kvpool._request_operations import LoRAName
-from kvpool.request_status import RequestStatus
-from kvpool.token_ids import TokenIds
+from kvpool import backend
+from kvpool.requests.request_base import LoRAName
+from kvpool.requests.status import RequestStatus
+from kvpool.requests.token_ids import TokenIds
 
-if TYPE_CHECKING or _backend.BACKEND == "reference":
+if TYPE_CHECKING or backend.BACKEND == "reference":
     from kvpool.reference.request import Request
 else:
-    from kvpool._request import RequestBase
-    from kvpool._request_operations import RequestOperations
+    from kvpool.native.request import RequestBase
+    from kvpool.requests.request_base import RequestOperations
 
     class Request(RequestOperations, RequestBase):
         __doc__ = RequestOperations.__doc__

@@ -14,12 +14,12 @@ from typing import Annotated
 import typer
 
 from kvpool._version import __version__
-from kvpool.clean_exit import EXIT_INTERRUPTED, CleanGroup
 from kvpool.cli.doctor_command import doctor
 from kvpool.cli.generate_command import generate
 from kvpool.cli.keygen_command import keygen
 from kvpool.cli.replay_command import replay
 from kvpool.cli.replay_ops_command import replay_ops
+from kvpool.common.clean_exit import EXIT_INTERRUPTED, CleanGroup
 
 app = typer.Typer(
     name="kvpool",

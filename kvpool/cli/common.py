@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvpool.arguments import show
-from kvpool.clean_exit import (
+from kvpool.common.arguments import show
+from kvpool.common.clean_exit import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_USAGE,

@@ -23,7 +23,7 @@ def doctor(
     """
     import json
 
-    from kvpool.doctor import check_vllm, gather_facts
+    from kvpool.cli.doctor import check_vllm, gather_facts
 
     facts = gather_facts()
     is_equal = True

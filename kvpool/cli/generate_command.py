@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvpool.arguments import show
 from kvpool.cli.common import (
     EXIT_FAILURE,
     MAX_BLOCK_SIZE,
@@ -26,14 +25,15 @@ from kvpool.cli.common import (
     write_json,
 )
 from kvpool.cli.output import Output
-from kvpool.json_lines import ReadLimits
+from kvpool.common.arguments import show
+from kvpool.common.json_lines import ReadLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvpool.generation.report import GenerateReport
-    from kvpool.generation.settings import GenerateSettings
-    from kvpool.worker.tokenizer import Tokenizer
+    from kvpool.engine.report import GenerateReport
+    from kvpool.engine.settings import GenerateSettings
+    from kvpool.worker.models.tokenizer import Tokenizer
 
 EXAMPLE_PROMPT = "A paged KV cache is"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -140,9 +140,9 @@ def generate(
     each when it is complete.
     """
     with clean_errors():
-        from kvpool.generation.prompts import read_prompts
-        from kvpool.generation.settings import GenerateSettings
-        from kvpool.sampling_params import SamplingParams
+        from kvpool.engine.prompts import read_prompts
+        from kvpool.engine.settings import GenerateSettings
+        from kvpool.requests.sampling_params import SamplingParams
 
         if dtype not in DTYPES:
             raise UsageError(f"--dtype {show(dtype)}: choose from {', '.join(DTYPES)}")
@@ -215,7 +215,7 @@ def _keep_libraries_quiet() -> None:
 
 
 def _choose_device(name: str | None) -> str:
-    from kvpool.worker.devices import check_device, default_device
+    from kvpool.worker.memory.devices import check_device, default_device
 
     if name is None:
         return default_device()
@@ -232,9 +232,9 @@ def _generate(
     compares: bool,
     shows_text: bool,
 ) -> GenerateReport:
-    from kvpool.generation.model_source import find_model
-    from kvpool.generation.session import GenerateSession
-    from kvpool.worker.scratch_folder import scratch_folder
+    from kvpool.engine.model_source import find_model
+    from kvpool.engine.session import GenerateSession
+    from kvpool.worker.transport.scratch_folder import scratch_folder
 
     with scratch_folder() as scratch:
         source = find_model(model_path, Path(scratch))
@@ -261,7 +261,7 @@ def _shower(
     tokenizer: Tokenizer, num_prompts: int, advance: Callable[[int], None], output: Output | None
 ) -> Callable[[int, list[int], bool], None]:
     """Takes the new tokens of a prompt, and whether they are its last; writes text to stdout."""
-    from kvpool.worker.tokenizer import TextStream
+    from kvpool.worker.models.tokenizer import TextStream
 
     streams = [TextStream(tokenizer) for _ in range(num_prompts)]
     texts = [""] * num_prompts

@@ -25,7 +25,7 @@ def keygen(
     side that connects (a worker, a subscriber) needs server.key and client.key_secret. Secret files are for their
     owner alone; nothing is overwritten.
     """
-    from kvpool.curve import make_key_folder
+    from kvpool.network.curve import make_key_folder
 
     with clean_errors():
         try:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.arguments import show
 from kvpool.cli.common import (
     MAX_BLOCK_SIZE,
     MAX_COUNT,
@@ -24,7 +23,8 @@ from kvpool.cli.common import (
 )
 from kvpool.cli.memory import check_pool_memory
 from kvpool.cli.output import Output
-from kvpool.json_lines import ReadLimits
+from kvpool.common.arguments import show
+from kvpool.common.json_lines import ReadLimits
 
 if TYPE_CHECKING:
     from kvpool.replay.report import Report

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from kvpool.kv_cache_blocks import KVCacheBlocks
+from kvpool.cache.blocks import KVCacheBlocks
 from kvpool.playback.requests import Requests
 from kvpool.recording import operations as ops
 from kvpool.recording.operations import LAST_HIT, NO_HIT, Operation, pack, unpack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from kvpool.arguments import show
+from kvpool.common.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
 
 

@@ -15,12 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvpool import _backend, reference
+from kvpool import backend, reference
 from kvpool.block_pool import BlockPool
+from kvpool.cache.managers import FullAttentionManager
+from kvpool.cache.reference_manager import KVCacheManager as ReferenceManager
+from kvpool.common.one_line import one_line
 from kvpool.errors import InvariantError, KvpoolError
 from kvpool.kv_cache_manager import PlainKVCacheManager
-from kvpool.managers import FullAttentionManager
-from kvpool.one_line import one_line
 from kvpool.playback.calls import Implementation, MalformedCallError, Outcome
 from kvpool.playback.limits import DEFAULT_LIMITS, PlaybackLimits, RecordingError
 from kvpool.playback.reader import RecordingReader
@@ -54,7 +55,6 @@ from kvpool.recording.operations import (
 )
 from kvpool.recording.setup import make_manager
 from kvpool.recording.snapshot import RING, InvalidSnapshotError, Snapshot, restore, take_snapshot
-from kvpool.reference.kv_cache_manager import KVCacheManager as ReferenceManager
 
 CHECKED_BLOCKS = 4_096
 """Pools up to this size are checked after every operation; others less often in proportion."""
@@ -195,7 +195,7 @@ class _Player:
         self._checks_all_after = checks_all_after
         self.checked_to = 0
         self.found_by_check = False
-        names = ["native", "reference"] if _backend.BACKEND == "native" else ["reference"]
+        names = ["native", "reference"] if backend.BACKEND == "native" else ["reference"]
         self.report = PlaybackReport(
             [],
             one_line(f"kvpool {head.kvpool} ({head.backend}), Python {head.python}"),

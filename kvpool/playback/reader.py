@@ -17,7 +17,7 @@ from zlib import crc32
 
 import msgspec
 
-from kvpool.one_line import one_line
+from kvpool.common.one_line import one_line
 from kvpool.playback.limits import PlaybackLimits, RecordingError
 from kvpool.recording.frames import HEAD, MAGIC, MAX_FRAME_BYTES
 from kvpool.recording.operations import FORMAT_VERSION, MESSAGES, Message, Recording

@@ -8,7 +8,7 @@ from typing import Any
 from kvpool.playback.limits import PlaybackLimits
 from kvpool.recording.operations import NewHashes, RequestState, unpack
 from kvpool.request import Request
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 
 _OWN_STATUSES = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
 

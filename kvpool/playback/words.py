@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.one_line import one_line
+from kvpool.common.one_line import one_line
 from kvpool.playback.calls import Outcome
 from kvpool.recording.operations import NAME_OF, Operation, unpack
 

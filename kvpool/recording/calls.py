@@ -13,8 +13,8 @@ from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from kvpool._manager_operations import KVCacheManagerOperations
-from kvpool.one_line import one_line
+from kvpool.cache.manager import KVCacheManagerOperations
+from kvpool.common.one_line import one_line
 from kvpool.recording.frames import frame_parts
 from kvpool.recording.operations import number, pack
 from kvpool.recording.recorder import OperationRecorder, Parts
@@ -24,7 +24,7 @@ from kvpool.recording.snapshot import ids_of
 
 if TYPE_CHECKING:
     from kvpool.block_pool import BlockPool
-    from kvpool.kv_cache_blocks import KVCacheBlockCopy, KVCacheBlocks
+    from kvpool.cache.blocks import KVCacheBlockCopy, KVCacheBlocks
     from kvpool.reference.block import KVCacheBlock
     from kvpool.request import Request
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from kvpool._backend import BACKEND
 from kvpool._version import __version__
+from kvpool.backend import BACKEND
+from kvpool.common.one_line import one_line
 from kvpool.errors import KvpoolError
-from kvpool.one_line import one_line
 from kvpool.recording.files import RecordingFile
 from kvpool.recording.frames import frame, frame_parts
 from kvpool.recording.operations import (
@@ -42,7 +42,7 @@ from kvpool.recording.setup import NotRecordableError
 from kvpool.recording.snapshot import GAP, RING, START, ids_of, take_snapshot
 from kvpool.recording.told import PlainCalls, Told, pack_batch
 from kvpool.request import Request
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 
 logger = logging.getLogger("kvpool")
 

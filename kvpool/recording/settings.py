@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from kvpool.environment import shown
+from kvpool.common.environment import shown
 from kvpool.errors import InvalidArgumentError
 
 FILE_VARIABLE = "KVPOOL_RECORD"

@@ -8,10 +8,10 @@ from functools import partial
 from operator import index
 from typing import Any
 
-from kvpool import kv_cache_spec as specs
+from kvpool.cache import spec as specs
+from kvpool.cache.managers import MANAGER_OF_SPEC
+from kvpool.cache.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from kvpool.errors import InvalidArgumentError
-from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-from kvpool.managers import MANAGER_OF_SPEC
 from kvpool.recording.operations import GroupSetup, ManagerSetup, PoolSetup
 
 _SPECS: dict[str, type[KVCacheSpec]] = {

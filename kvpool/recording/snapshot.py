@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.block_hash import BlockHashWithGroupId
-from kvpool.managers import MambaManager
+from kvpool.cache.managers import MambaManager
+from kvpool.hashing.block_hash import BlockHashWithGroupId
 from kvpool.recording.key_order import order_of_insertion
 from kvpool.recording.operations import (
     IS_LITTLE_ENDIAN,

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvpool import _backend
+from kvpool import backend
 from kvpool.recording.operations import pack
 
-if TYPE_CHECKING or _backend.BACKEND == "reference" or sys.byteorder != "little":
+if TYPE_CHECKING or backend.BACKEND == "reference" or sys.byteorder != "little":
 
     class Told:
         """A request as the file has it.
@@ -106,6 +106,6 @@ if TYPE_CHECKING or _backend.BACKEND == "reference" or sys.byteorder != "little"
             return b"", b"", b"", b"", [], []
 
 else:
-    from kvpool._told import PlainCalls, Told, pack_batch
+    from kvpool.native.told import PlainCalls, Told, pack_batch
 
 __all__ = ["PlainCalls", "Told", "pack_batch"]

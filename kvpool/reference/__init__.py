@@ -8,16 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvpool._pool_operations import PoolOperations
+from kvpool.pool.observed import PoolOperations
 from kvpool.reference.block import KVCacheBlock
 from kvpool.reference.block_hasher import BlockHasher
 from kvpool.reference.free_queue import FreeKVCacheBlockQueue
-from kvpool.reference.hash_map import BlockHashToBlockMap
 from kvpool.reference.pool import BlockPoolBase, PoolStats
+from kvpool.reference.prefix_map import BlockHashToBlockMap
 from kvpool.reference.request import Request
 
 if TYPE_CHECKING:
-    from kvpool.reference.kv_cache_manager import KVCacheManager
+    from kvpool.cache.reference_manager import KVCacheManager
 
 
 class BlockPool(PoolOperations, BlockPoolBase):
@@ -40,5 +40,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # It stands far above the pool, which is what this package is imported for by those below.
     if name == "KVCacheManager":
-        return import_module("kvpool.reference.kv_cache_manager").KVCacheManager
+        return import_module("kvpool.cache.reference_manager").KVCacheManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

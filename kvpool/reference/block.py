@@ -5,8 +5,8 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvpool.block_hash import BlockHashWithGroupId, check_key
 from kvpool.errors import BlockStateError, InvalidArgumentError
+from kvpool.hashing.block_hash import BlockHashWithGroupId, check_key
 
 _MOST = 2**31 - 1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool._block_hashing import (
+from kvpool.hashing.block_hash import BlockHash
+from kvpool.hashing.hashing import (
     Algorithm,
     BlockHashing,
     Digest,
@@ -12,7 +13,6 @@ from kvpool._block_hashing import (
     serialize_cbor,
     serialize_pickle,
 )
-from kvpool.block_hash import BlockHash
 
 _PLAIN = {int}
 

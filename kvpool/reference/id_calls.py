@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvpool.block_hash import BlockHashList, BlockHashWithGroupId
 from kvpool.errors import BlockStateError, InvalidArgumentError, KvpoolError
+from kvpool.hashing.block_hash import BlockHashList, BlockHashWithGroupId
 from kvpool.reference.block import KVCacheBlock
 from kvpool.reference.free_queue import check_num_blocks
 from kvpool.reference.id_buffer import empty_id_array, ids_of_buffer, write_ids

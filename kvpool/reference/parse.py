@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-from kvpool.block_hash import GROUP_ID_BYTES, MAX_DIGEST_BYTES
 from kvpool.errors import InvalidArgumentError
+from kvpool.hashing.block_hash import GROUP_ID_BYTES, MAX_DIGEST_BYTES
 from kvpool.reference.block import KVCacheBlock
 
 _EXACT = {KVCacheBlock}

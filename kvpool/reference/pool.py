@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import length_hint
 from typing import Any, NoReturn
 
-from kvpool._skipped_frees import MOST_LINES, log_skipped
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, NoFreeBlocksError
-from kvpool.events import MEDIUM_GPU, KVCacheEvent
+from kvpool.events.wire import MEDIUM_GPU, KVCacheEvent
+from kvpool.pool.skipped_frees import MOST_LINES, log_skipped
 from kvpool.reference.block import KVCacheBlock, refuse_copy
 from kvpool.reference.check import find_violation
 from kvpool.reference.free_queue import PoolFreeQueue, check_num_blocks

@@ -14,17 +14,17 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvpool.block_hash import (
+from kvpool.errors import BlockStateError, InvalidArgumentError
+from kvpool.hashing.block_hash import (
     MAX_KEY_BYTES,
     BlockHash,
     BlockHashWithGroupId,
     check_key,
     select_block_hashes,
 )
-from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.reference.block import KVCacheBlock, to_long
-from kvpool.reference.hash_map import PoolHashMap
 from kvpool.reference.parse import check_digest, group_suffix
+from kvpool.reference.prefix_map import PoolHashMap
 
 _MOST_TOKENS = 2**31 - 1
 

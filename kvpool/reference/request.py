@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
-from kvpool._request_operations import RequestBlockHasher, RequestOperations, to_token_ids
-from kvpool.block_hash import BlockHash
-from kvpool.token_ids import MAX_TOKEN_ID
+from kvpool.hashing.block_hash import BlockHash
+from kvpool.requests.request_base import RequestBlockHasher, RequestOperations, to_token_ids
+from kvpool.requests.token_ids import MAX_TOKEN_ID
 
 NOTHING_CHANGED = sys.maxsize
 

@@ -30,7 +30,7 @@ class ImplementationError(KvpoolError, ValueError):
 
 def default_implementations() -> list[str]:
     """The native stack and the twin that it is compared with; the twin alone where KVPOOL_PURE_PYTHON=1 selects it."""
-    from kvpool._backend import BACKEND
+    from kvpool.backend import BACKEND
 
     return ["native", "reference"] if BACKEND == "native" else ["reference"]
 
@@ -54,7 +54,7 @@ def make_driver(name: str, num_blocks: int, block_size: int, over: str = LAYERS[
 def _make_manager_driver(name: str, num_blocks: int, block_size: int) -> Driver[Any]:
     if name == "vllm":
         return VllmManagerDriver(name, _make_vllm_manager(num_blocks, block_size), num_blocks, block_size)
-    from kvpool.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     manager_class: Any
     request_class: Any
@@ -62,8 +62,8 @@ def _make_manager_driver(name: str, num_blocks: int, block_size: int) -> Driver[
         from kvpool.kv_cache_manager import KVCacheManager as manager_class
         from kvpool.request import Request as request_class
     else:
+        from kvpool.cache.reference_manager import KVCacheManager as manager_class
         from kvpool.reference import Request as request_class
-        from kvpool.reference.kv_cache_manager import KVCacheManager as manager_class
 
     def make_request(request_id: str, num_tokens: int) -> Any:
         return request_class(request_id, [0] * num_tokens)

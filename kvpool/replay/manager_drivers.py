@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool.replay.driver import Driver, EvictionCounter
 from kvpool.replay.trace import TraceRequest
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 
 
 @dataclass(slots=True)

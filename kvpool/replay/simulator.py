@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpool.arguments import show
+from kvpool.common.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.replay.driver import Driver
 from kvpool.replay.drivers import LAYERS

@@ -29,9 +29,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from kvpool.arguments import show
+from kvpool.common.arguments import show
+from kvpool.common.json_lines import ReadLimits, numbered_lines, parse_object, source_name, type_name
 from kvpool.errors import InvalidArgumentError, KvpoolError
-from kvpool.json_lines import ReadLimits, numbered_lines, parse_object, source_name, type_name
 
 DEFAULT_TRACE_BLOCK_SIZE = 512
 """Tokens per entry of `hash_ids` in the Mooncake traces. The Qwen-Bailian traces have 16."""

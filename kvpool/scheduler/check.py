@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvpool.cache.spec import AttentionSpec
 from kvpool.errors import InvariantError
-from kvpool.kv_cache_spec import AttentionSpec
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 
 if TYPE_CHECKING:
     from kvpool.scheduler.scheduler import Scheduler

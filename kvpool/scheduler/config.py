@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvpool.arguments import show, to_bool, to_int, to_text
+from kvpool.common.arguments import show, to_bool, to_int, to_text
 from kvpool.errors import InvalidArgumentError
 
 _HIGHEST_COUNT = 2**63 - 1

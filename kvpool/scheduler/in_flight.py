@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpool.arguments import to_int
+from kvpool.common.arguments import to_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.token_ids import MAX_TOKEN_ID
+from kvpool.requests.token_ids import MAX_TOKEN_ID
 
 if TYPE_CHECKING:
     from kvpool.request import Request
-    from kvpool.request_status import RequestStatus
+    from kvpool.requests.status import RequestStatus
 
 
 class Admission(NamedTuple):

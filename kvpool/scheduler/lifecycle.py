@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvpool.arguments import to_int
+from kvpool.cache.spec import CrossAttentionSpec
+from kvpool.common.arguments import to_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.kv_cache_spec import CrossAttentionSpec
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 from kvpool.scheduler.admission import require_fit
 from kvpool.scheduler.config import SchedulerConfig, SchedulingPolicy
 from kvpool.scheduler.in_flight import News

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.kv_cache_spec import MambaSpec
+from kvpool.cache.spec import MambaSpec
 
 if TYPE_CHECKING:
     from kvpool.kv_cache_manager import KVCacheManager

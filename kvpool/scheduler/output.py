@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvpool.sampling_params import SamplingParams
+from kvpool.requests.sampling_params import SamplingParams
 
 BlockIds = tuple[list[int], ...]
 """One list of block ids per KV cache group, in token order."""

@@ -6,7 +6,7 @@ numbers that follow::
 
     from kvpool.block_hasher import BlockHasher
     from kvpool.kv_cache_manager import KVCacheManager
-    from kvpool.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from kvpool.request import Request
     from kvpool.scheduler import Scheduler, SchedulerConfig
 
@@ -76,7 +76,7 @@ from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 from kvpool.scheduler.check import check_scheduler
 from kvpool.scheduler.config import SchedulerConfig
 from kvpool.scheduler.in_flight import Admission, News, StepUnderWay, read_sampled_tokens

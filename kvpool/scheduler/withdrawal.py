@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.request_status import RequestStatus
+from kvpool.requests.status import RequestStatus
 from kvpool.scheduler.in_flight import Admission, News, StepUnderWay
 from kvpool.scheduler.lifecycle import RequestLifecycle
 from kvpool.scheduler.output import SchedulerOutput

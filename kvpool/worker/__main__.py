@@ -29,19 +29,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.clean_exit import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CleanCommand, fail
-from kvpool.curve import KEYS_VARIABLE
+from kvpool.cache.sizing import num_blocks_per_request
+from kvpool.cache.spec import KVCacheConfig, KVCacheGroupSpec
+from kvpool.common.clean_exit import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CleanCommand, fail
 from kvpool.errors import InvalidArgumentError
-from kvpool.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec
-from kvpool.sizing import num_blocks_per_request
-from kvpool.worker.connection import WorkerConnection
-from kvpool.worker.lifeline import end_with
-from kvpool.worker.local_workers import MAX_RANKS, LocalWorkers
-from kvpool.worker.messages import CacheGroupInfo, WorkerInfo
+from kvpool.network.curve import KEYS_VARIABLE
+from kvpool.worker.transport.connection import WorkerConnection
+from kvpool.worker.transport.lifeline import end_with
+from kvpool.worker.transport.local_workers import MAX_RANKS, LocalWorkers
+from kvpool.worker.transport.messages import CacheGroupInfo, WorkerInfo
 
 if TYPE_CHECKING:
     from kvpool.worker.model_runner import ModelRunner
-    from kvpool.worker.tensor_parallel import Ranks
+    from kvpool.worker.models.tensor_parallel import Ranks
 
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids are int32
 MAX_BLOCK_SIZE = 2**20  # tokens
@@ -159,7 +159,7 @@ def main(
     with _clean_errors():
         if parent_pipe is not None:
             end_with(parent_pipe)
-        from kvpool.worker.tensor_parallel import Ranks
+        from kvpool.worker.models.tensor_parallel import Ranks
 
         ranks = Ranks.from_environment()
         with WorkerConnection(address, ranks.rank, timeout_seconds=timeout, keys=keys, insecure=insecure) as connection:
@@ -197,7 +197,7 @@ def _clean_errors() -> Iterator[None]:
 
 
 def _run(connection: WorkerConnection, ranks: Ranks, rendezvous: Path | None, options: WorkerOptions) -> None:
-    from kvpool.worker.devices import check_device, default_device
+    from kvpool.worker.memory.devices import check_device, default_device
 
     with ExitStack() as stack:
         try:
@@ -221,9 +221,9 @@ def _make_runner(ranks: Ranks, device: Any, options: WorkerOptions) -> ModelRunn
     from transformers.utils import logging
 
     from kvpool.worker.model_runner import ModelRunner, RunnerConfig
-    from kvpool.worker.pretrained import load_pretrained
-    from kvpool.worker.tensor_parallel import shard_model
-    from kvpool.worker.transformers_model import TransformersModel
+    from kvpool.worker.models.pretrained import load_pretrained
+    from kvpool.worker.models.tensor_parallel import shard_model
+    from kvpool.worker.models.transformers_model import TransformersModel
 
     be_quiet: Any = logging.disable_progress_bar
     be_quiet()
@@ -243,7 +243,7 @@ def _make_runner(ranks: Ranks, device: Any, options: WorkerOptions) -> ModelRunn
 
 def _choose_num_blocks(groups: list[KVCacheGroupSpec], ranks: Ranks, device: Any, config: Any) -> int:
     """Enough for all sequences at their longest, or the most for which every rank has memory."""
-    from kvpool.worker.devices import num_blocks_that_fit
+    from kvpool.worker.memory.devices import num_blocks_that_fit
 
     needed = 1 + config.max_num_seqs * num_blocks_per_request(
         groups, config.max_model_len, config.max_num_batched_tokens

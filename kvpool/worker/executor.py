@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from kvpool.arguments import show
+from kvpool.common.arguments import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.scheduler.output import SchedulerOutput, StepResult
 

@@ -9,22 +9,22 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from kvpool.arguments import to_int
+from kvpool.cache.spec import AttentionSpec, KVCacheConfig, ceil_div
+from kvpool.common.arguments import to_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.kv_cache_spec import AttentionSpec, KVCacheConfig, ceil_div
 from kvpool.scheduler.output import BlockIds, SchedulerOutput, StepResult
 from kvpool.worker.attention import create_backend
-from kvpool.worker.block_table import BlockTableConfig, MultiGroupBlockTable
+from kvpool.worker.attention.paged_attention import PagedAttention
 from kvpool.worker.executor import ExecutorLimits
-from kvpool.worker.paged_attention import PagedAttention
-from kvpool.worker.paged_kv_cache import PagedKVCache
-from kvpool.worker.request_states import RequestStates
-from kvpool.worker.sampler import SamplingBatch, sample
-from kvpool.worker.staging import Staging
-from kvpool.worker.step_tensors import StepTensorBuilder, StepTensors
+from kvpool.worker.memory.paged_kv_cache import PagedKVCache
+from kvpool.worker.step.block_table import BlockTableConfig, MultiGroupBlockTable
+from kvpool.worker.step.request_states import RequestStates
+from kvpool.worker.step.sampler import SamplingBatch, sample
+from kvpool.worker.step.staging import Staging
+from kvpool.worker.step.step_tensors import StepTensorBuilder, StepTensors
 
 if TYPE_CHECKING:
-    from kvpool.worker.transformers_model import TransformersModel
+    from kvpool.worker.models.transformers_model import TransformersModel
 
 Array = np.ndarray[Any, Any]
 

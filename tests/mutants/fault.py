@@ -67,17 +67,17 @@ EVERY_TOKEN = "test_every_token_is_read_as_it_was_written"
 
 def manager(kind: str, half: str) -> str:
     """The contents of the histories of a cache manager."""
-    return f"tests/test_contents_manager.py::{EVERY_TOKEN}[{kind}-{half}]"
+    return f"tests/cache/test_contents_manager.py::{EVERY_TOKEN}[{kind}-{half}]"
 
 
 def scheduler(cache: str, half: str, policy: str = "fcfs") -> str:
     """The contents of the histories of a scheduler."""
-    return f"tests/test_contents_scheduler.py::{EVERY_TOKEN}[{cache}-{policy}-{half}]"
+    return f"tests/scheduler/test_contents_scheduler.py::{EVERY_TOKEN}[{cache}-{policy}-{half}]"
 
 
 def engine(cache: str) -> str:
     """The contents of the histories of an engine."""
-    return f"tests/test_contents_engine.py::{EVERY_TOKEN}[{cache}]"
+    return f"tests/worker/test_contents_engine.py::{EVERY_TOKEN}[{cache}]"
 
 
 EVERY_FAILURE = "test_steps_that_fail_leave_no_wrong_token"
@@ -85,9 +85,9 @@ EVERY_FAILURE = "test_steps_that_fail_leave_no_wrong_token"
 
 def scheduler_fails(cache: str, half: str, policy: str = "fcfs") -> str:
     """The same with steps that fail and are withdrawn."""
-    return f"tests/test_contents_scheduler.py::{EVERY_FAILURE}[{cache}-{policy}-{half}]"
+    return f"tests/scheduler/test_contents_scheduler.py::{EVERY_FAILURE}[{cache}-{policy}-{half}]"
 
 
 def engine_fails(cache: str) -> str:
     """The same with steps that fail."""
-    return f"tests/test_contents_engine.py::{EVERY_FAILURE}[{cache}]"
+    return f"tests/worker/test_contents_engine.py::{EVERY_FAILURE}[{cache}]"

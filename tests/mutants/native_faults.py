@@ -10,12 +10,12 @@ MAP = "csrc/kvp_prefix_map.c"
 LIST = "csrc/kvp_free_list.c"
 INTERNAL = "csrc/kvp_internal.h"
 BLOCK_HASH = "csrc/kvp_block_hash.c"
-CACHE = "kvpool/_prefix_cache.pyx"
-MANAGER = "kvpool/_manager.pyx"
-REQUEST = "kvpool/_request.pyx"
-ALLOCATOR = "kvpool/_allocator.pyx"
-STALE_HIT = "tests/test_contents_manager.py::test_a_hit_that_was_given_away_is_refused"
-PUBLISHED = "tests/test_contents_manager.py::test_only_what_a_step_computes_is_published"
+CACHE = "kvpool/native/prefix_cache.pyx"
+MANAGER = "kvpool/native/kv_cache_manager.pyx"
+REQUEST = "kvpool/native/request.pyx"
+ALLOCATOR = "kvpool/native/allocator.pyx"
+STALE_HIT = "tests/cache/test_contents_manager.py::test_a_hit_that_was_given_away_is_refused"
+PUBLISHED = "tests/cache/test_contents_manager.py::test_only_what_a_step_computes_is_published"
 
 NATIVE_FAULTS = [
     Fault(
@@ -27,7 +27,7 @@ NATIVE_FAULTS = [
                 "    for (size_t i = 0; i + 1 < n; i++) {\n        at = pickle_token",
             ),
         ),
-        (manager("full", "native"), scheduler("full", "native"), engine("full"), "tests/test_block_hasher.py"),
+        (manager("full", "native"), scheduler("full", "native"), engine("full"), "tests/hashing/test_block_hasher.py"),
     ),
     Fault(
         "native: stale hash kept at eviction",
@@ -38,7 +38,12 @@ NATIVE_FAULTS = [
                 "if (num_hashed >= 0 || !pool->enable_caching) {",
             ),
         ),
-        (manager("full", "native"), scheduler("full and window", "native"), engine("full"), "tests/test_prefix_map.py"),
+        (
+            manager("full", "native"),
+            scheduler("full and window", "native"),
+            engine("full"),
+            "tests/pool/test_prefix_map.py",
+        ),
     ),
     Fault(
         "native: secondary hashes kept at eviction",
@@ -49,12 +54,12 @@ NATIVE_FAULTS = [
                 "    while (dropped < 0) {\n        remove_secondary",
             ),
         ),
-        ("tests/test_partial_blocks.py",),
+        ("tests/pool/test_partial_blocks.py",),
     ),
     Fault(
         "native: blocks freed first to last",
         (Edit(MANAGER, "ids[last - i] = table.ids[i]", "ids[i] = table.ids[i]"),),
-        ("tests/test_manager_lockstep.py",),
+        ("tests/cache/test_manager_lockstep.py",),
     ),
     Fault(
         "native: freed blocks strung the other way round",
@@ -65,7 +70,7 @@ NATIVE_FAULTS = [
                 "splice(list, segment, list->capacity, list->links[list->capacity].next);",
             ),
         ),
-        ("tests/test_allocation.py", "tests/test_free_list.py"),
+        ("tests/pool/test_allocation.py", "tests/pool/test_free_list.py"),
     ),
     Fault(
         "native: uncached blocks appended, not prepended",
@@ -76,12 +81,12 @@ NATIVE_FAULTS = [
                 "where == KVP_PLACE_BY_HASH && list->num_free < 0;",
             ),
         ),
-        ("tests/test_allocation.py", "tests/test_manager_lockstep.py"),
+        ("tests/pool/test_allocation.py", "tests/cache/test_manager_lockstep.py"),
     ),
     Fault(
         "native: a touched block stays in the free list",
         (Edit(POOL, "        if (ref_cnt[id]++ == 0) {", "        if (ref_cnt[id]++ == -1) {"),),
-        (manager("full", "native"), "tests/test_allocation.py"),
+        (manager("full", "native"), "tests/pool/test_allocation.py"),
     ),
     Fault(
         "native: null block counted by touch",
@@ -99,7 +104,7 @@ NATIVE_FAULTS = [
         if (ref_cnt[id]++ == 0) {""",
             ),
         ),
-        ("tests/test_allocation.py",),
+        ("tests/pool/test_allocation.py",),
     ),
     Fault(
         "native: null block counted in the usage",
@@ -110,7 +115,7 @@ NATIVE_FAULTS = [
                 "cdef int32_t usable = home.pool.num_blocks",
             ),
         ),
-        ("tests/test_allocation.py",),
+        ("tests/pool/test_allocation.py",),
     ),
     Fault(
         "native: hash index at the block size, not the hash block size",
@@ -125,7 +130,7 @@ NATIVE_FAULTS = [
             manager("hybrid", "native"),
             scheduler("unequal blocks", "native"),
             engine("unequal blocks"),
-            "tests/test_cache_blocks.py",
+            "tests/pool/test_cache_blocks.py",
         ),
     ),
     Fault(
@@ -140,12 +145,12 @@ NATIVE_FAULTS = [
                 "",
             ),
         ),
-        ("tests/test_refusals.py",),
+        ("tests/pool/test_refusals.py",),
     ),
     Fault(
         "native: a double free goes through",
         (Edit(POOL, "if (kvp_unlikely(ref_cnt[id] == 0)) {", "if (kvp_unlikely(ref_cnt[id] < 0)) {"),),
-        ("tests/test_refusals.py",),
+        ("tests/pool/test_refusals.py",),
     ),
     Fault(
         "native: table length unchecked",
@@ -153,7 +158,7 @@ NATIVE_FAULTS = [
             Edit(CACHE, "        if len(batch) < num_full_blocks:\n", "        if len(batch) < 0:\n"),
             Edit(CACHE, "if first < 0 or first > length or n > length - first or mask", "if first < 0 or mask"),
         ),
-        (("tests/test_refusals.py", "tests/test_cache_blocks.py"),),
+        (("tests/pool/test_refusals.py", "tests/pool/test_cache_blocks.py"),),
     ),
     Fault(
         "native: group id left out of the key",
@@ -165,7 +170,7 @@ NATIVE_FAULTS = [
             manager("hybrid", "native"),
             scheduler("full and window", "native"),
             engine("three"),
-            "tests/test_prefix_map.py",
+            "tests/pool/test_prefix_map.py",
         ),
     ),
     Fault(
@@ -174,7 +179,7 @@ NATIVE_FAULTS = [
             Edit(MAP, "           entry->digest_len == key->digest_len && memcmp", "           memcmp"),
             Edit(MAP, "((uint64_t)key->group_id << 8) | key->digest_len", "((uint64_t)key->group_id << 8)"),
         ),
-        ("tests/test_prefix_map.py",),
+        ("tests/pool/test_prefix_map.py",),
     ),
     Fault(
         "native: a deletion leaves the slots behind it",
@@ -196,7 +201,7 @@ NATIVE_FAULTS = [
                 "",
             ),
         ),
-        ("tests/test_prefix_map.py",),
+        ("tests/pool/test_prefix_map.py",),
     ),
     Fault(
         "native: duplicate in a batch unchecked",
@@ -207,17 +212,17 @@ NATIVE_FAULTS = [
                 "    if ((has_hash & KVP_MARKED) != 0 && id < 0) {",
             ),
         ),
-        ("tests/test_refusals.py",),
+        ("tests/pool/test_refusals.py",),
     ),
     Fault(
         "native: poisoned links not checked",
         (Edit(LIST, "    if (!kvp_free_list_is_queued(list, node)) {", "    if (node < 0) {"),),
-        ("tests/test_free_list.py",),
+        ("tests/pool/test_free_list.py",),
     ),
     Fault(
         "native: a queued block is queued again",
         (Edit(LIST, "        if (kvp_free_list_is_queued(list, nodes[i])) {", "        if (nodes[i] < 0) {"),),
-        ("tests/test_free_list.py",),
+        ("tests/pool/test_free_list.py",),
     ),
     Fault(
         "native: a hit covers the whole prompt",
@@ -228,7 +233,7 @@ NATIVE_FAULTS = [
                 "PyList_GET_SIZE(request._all_token_ids) // self.block_size",
             ),
         ),
-        (manager("full", "native"), "tests/test_kv_cache_manager.py::test_both_lookups_find_the_same[native]"),
+        (manager("full", "native"), "tests/cache/test_kv_cache_manager.py::test_both_lookups_find_the_same[native]"),
     ),
     Fault(
         "native: look-ahead tokens published",
@@ -272,7 +277,7 @@ NATIVE_FAULTS = [
                 "plain_number(<object>cached) >= 0)",
             ),
         ),
-        ("tests/test_manager_lockstep.py",),
+        ("tests/cache/test_manager_lockstep.py",),
     ),
     Fault(
         "native: stale hashes after tokens were taken back",
@@ -283,7 +288,7 @@ NATIVE_FAULTS = [
                 "",
             ),
         ),
-        ("tests/test_request.py",),
+        ("tests/hashing/test_request.py",),
     ),
     Fault(
         "native: extra keys left out of the hash",
@@ -294,6 +299,6 @@ NATIVE_FAULTS = [
                 "        if self.lora_request == 0:\n",
             ),
         ),
-        ("tests/test_request.py", (manager("full", "native"), scheduler("full", "native"))),
+        ("tests/hashing/test_request.py", (manager("full", "native"), scheduler("full", "native"))),
     ),
 ]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from .fault import Edit, Fault, engine, engine_fails, manager, scheduler, scheduler_fails
 
-HASHING = "kvpool/_block_hashing.py"
-KEYS = "kvpool/block_hash.py"
-OPERATIONS = "kvpool/_manager_operations.py"
-POOL_OPERATIONS = "kvpool/_pool_operations.py"
-BASE = "kvpool/managers/base.py"
-WINDOW = "kvpool/managers/sliding_window.py"
-LOCAL = "kvpool/managers/chunked_local.py"
-MAMBA = "kvpool/managers/mamba.py"
-ALIGNED = "kvpool/managers/mamba_align.py"
-FULL = "kvpool/managers/full_attention.py"
-HYBRID = "kvpool/coordinator/hybrid.py"
+HASHING = "kvpool/hashing/hashing.py"
+KEYS = "kvpool/hashing/block_hash.py"
+OPERATIONS = "kvpool/cache/manager.py"
+POOL_OPERATIONS = "kvpool/pool/observed.py"
+BASE = "kvpool/cache/managers/base.py"
+WINDOW = "kvpool/cache/managers/sliding_window.py"
+LOCAL = "kvpool/cache/managers/chunked_local.py"
+MAMBA = "kvpool/cache/managers/mamba.py"
+ALIGNED = "kvpool/cache/managers/mamba_align.py"
+FULL = "kvpool/cache/managers/full_attention.py"
+HYBRID = "kvpool/cache/coordinator/hybrid.py"
 LIFECYCLE = "kvpool/scheduler/lifecycle.py"
 WITHDRAWAL = "kvpool/scheduler/withdrawal.py"
 
@@ -22,7 +22,7 @@ SHARED_FAULTS = [
     Fault(
         "extra keys left out of the hash",
         (Edit(HASHING, "tokens[start : start + size], extra_keys)", "tokens[start : start + size], None)"),),
-        (manager("full", "native"), scheduler("full", "native"), "tests/test_block_hasher.py"),
+        (manager("full", "native"), scheduler("full", "native"), "tests/hashing/test_block_hasher.py"),
         is_quick=True,
     ),
     Fault(
@@ -30,7 +30,7 @@ SHARED_FAULTS = [
         (Edit(KEYS, '        keys.append(("lora", lora.lora_name, lora.lora_path))\n', "        pass\n"),),
         (
             (manager("full", "native"), manager("full", "reference"), scheduler("full", "native")),
-            "tests/test_block_hasher.py",
+            "tests/hashing/test_block_hasher.py",
         ),
     ),
     Fault(
@@ -38,7 +38,7 @@ SHARED_FAULTS = [
         (Edit(KEYS, '        keys.append(("cache_salt", salt))\n', "        pass\n"),),
         (
             (manager("full", "native"), manager("two_full", "native"), scheduler("full", "native")),
-            "tests/test_block_hasher.py",
+            "tests/hashing/test_block_hasher.py",
         ),
     ),
     Fault(
@@ -46,7 +46,7 @@ SHARED_FAULTS = [
         (Edit(KEYS, "    keys += multimodal_keys\n", ""),),
         (
             (manager("full", "native"), manager("two_full", "native"), scheduler("full", "native")),
-            "tests/test_block_hasher.py",
+            "tests/hashing/test_block_hasher.py",
         ),
     ),
     Fault(
@@ -58,7 +58,7 @@ SHARED_FAULTS = [
                 "request.block_hashes, request.num_tokens\n",
             ),
         ),
-        (manager("full", "reference"), "tests/test_kv_cache_manager.py"),
+        (manager("full", "reference"), "tests/cache/test_kv_cache_manager.py"),
     ),
     Fault(
         "look-ahead tokens published",
@@ -86,7 +86,7 @@ SHARED_FAULTS = [
     Fault(
         "stale hits taken",
         (Edit(OPERATIONS, "            if self.verify_hits:\n", "            if not self:\n"),),
-        ("tests/test_kv_cache_manager.py",),
+        ("tests/cache/test_kv_cache_manager.py",),
     ),
     Fault(
         "blocks freed first to last",
@@ -97,7 +97,7 @@ SHARED_FAULTS = [
                 "self.block_pool.free_blocks(self.pop_blocks_for_free(request_id))",
             ),
         ),
-        ("tests/test_managers.py",),
+        ("tests/cache/test_managers.py",),
     ),
     Fault(
         "window freed one block too early",
@@ -112,7 +112,7 @@ SHARED_FAULTS = [
             manager("window", "native"),
             scheduler("full and window", "reference"),
             engine("window"),
-            "tests/test_managers.py",
+            "tests/cache/test_managers.py",
         ),
         is_quick=True,
     ),
@@ -125,7 +125,7 @@ SHARED_FAULTS = [
                 "return max(ceil_div(window_size - 1, block_size) - 1, 1) + use_eagle",
             ),
         ),
-        (manager("window", "native"), scheduler("full and window", "reference"), "tests/test_managers.py"),
+        (manager("window", "native"), scheduler("full and window", "reference"), "tests/cache/test_managers.py"),
     ),
     Fault(
         "stretch freed one block too early",
@@ -136,12 +136,12 @@ SHARED_FAULTS = [
                 "return max(num_computed_tokens + self.block_size, 0) //",
             ),
         ),
-        (manager("local", "native"), scheduler("local", "reference"), "tests/test_managers.py"),
+        (manager("local", "native"), scheduler("local", "reference"), "tests/cache/test_managers.py"),
     ),
     Fault(
         "a Mamba state is given back before it is read",
         (Edit(MAMBA, "return max(num_computed_tokens - 1, 0)", "return max(num_computed_tokens, 0)"),),
-        ((manager("mamba", "native"), manager("hybrid_mamba", "native")), "tests/test_managers.py"),
+        ((manager("mamba", "native"), manager("hybrid_mamba", "native")), "tests/cache/test_managers.py"),
     ),
     Fault(
         "a Mamba state is hit in the step that computes it",
@@ -154,7 +154,7 @@ SHARED_FAULTS = [
         ),
         (
             (manager("mamba", "native"), manager("hybrid_mamba", "native"), scheduler("full and mamba", "native")),
-            "tests/test_kv_cache_manager.py",
+            "tests/cache/test_kv_cache_manager.py",
         ),
     ),
     Fault(
@@ -173,14 +173,14 @@ SHARED_FAULTS = [
         (Edit(BASE, "        self.req_to_blocks[request_id][block_idx] = cow_block\n", ""),),
         (
             (manager("hybrid_mamba", "native"), scheduler("hits inside blocks", "native")),
-            "tests/test_kv_cache_manager.py",
+            "tests/cache/test_kv_cache_manager.py",
         ),
     ),
     Fault(
         "copies of shared blocks are not asked for",
         (
             Edit(
-                "kvpool/kv_cache_queries.py",
+                "kvpool/cache/queries.py",
                 "copies = [KVCacheBlockCopy(source.block_id, target.block_id) for source, target in pairs]",
                 "copies: list[KVCacheBlockCopy] = []",
             ),
@@ -191,12 +191,16 @@ SHARED_FAULTS = [
     Fault(
         "blocks are zeroed again and again",
         (Edit(BASE, "ids, self.new_block_ids = self.new_block_ids, []", "ids = list(self.new_block_ids)"),),
-        (manager("hybrid_mamba", "native"), scheduler("full and mamba", "native"), "tests/test_kv_cache_manager.py"),
+        (
+            manager("hybrid_mamba", "native"),
+            scheduler("full and mamba", "native"),
+            "tests/cache/test_kv_cache_manager.py",
+        ),
     ),
     Fault(
         "groups do not have to agree on a hit",
         (Edit(HYBRID, "            length = found_length\n", ""),),
-        (manager("hybrid", "native"), scheduler("full and window", "native"), "tests/test_coordinator.py"),
+        (manager("hybrid", "native"), scheduler("full and window", "native"), "tests/cache/test_coordinator.py"),
     ),
     Fault(
         "a dead partial entry returns",
@@ -209,7 +213,7 @@ SHARED_FAULTS = [
                 "",
             ),
         ),
-        ("tests/test_partial_blocks.py",),
+        ("tests/pool/test_partial_blocks.py",),
     ),
     Fault(
         "a replaced partial entry stays",
@@ -220,18 +224,18 @@ SHARED_FAULTS = [
                 "removed = self._remove_cached_block_hashes(block) if replace_existing_hashes and is_promotion else []",
             ),
         ),
-        ("tests/test_partial_blocks.py",),
+        ("tests/pool/test_partial_blocks.py",),
     ),
     Fault(
         "events in another order",
         (
             Edit(
-                "kvpool/_pool_events.py",
+                "kvpool/pool/event_stream.py",
                 "        for key in block_hashes:\n            if self.dedup_events",
                 "        for key in list(block_hashes)[::-1]:\n            if self.dedup_events",
             ),
         ),
-        (("tests/test_state_machine.py", "tests/test_events.py", "tests/test_partial_blocks.py"),),
+        (("tests/pool/test_state_machine.py", "tests/events/test_events.py", "tests/pool/test_partial_blocks.py"),),
     ),
     Fault(
         "removed before stored, the other way round",
@@ -248,12 +252,12 @@ SHARED_FAULTS = [
 """,
             ),
         ),
-        (("tests/test_events.py", "tests/test_state_machine.py"),),
+        (("tests/events/test_events.py", "tests/pool/test_state_machine.py"),),
     ),
     Fault(
         "a reset while blocks are in use",
         (Edit(POOL_OPERATIONS, "        if num_used:\n", "        if num_used < 0:\n"),),
-        ("tests/test_cache_blocks.py",),
+        ("tests/pool/test_cache_blocks.py",),
     ),
     Fault(
         "a resumed block table is appended to the old one",
@@ -275,7 +279,7 @@ SHARED_FAULTS = [
         "a step that failed is not withdrawn",
         (
             Edit(
-                "kvpool/worker/engine.py",
+                "kvpool/engine/engine.py",
                 "                self.scheduler.withdraw()\n            elif",
                 "                self.scheduler.steps_under_way.clear()\n            elif",
             ),
@@ -295,19 +299,19 @@ SHARED_FAULTS = [
             scheduler_fails("full", "native"),
             scheduler_fails("full and window", "reference"),
             engine_fails("full"),
-            "tests/test_scheduler_withdrawal.py",
+            "tests/scheduler/test_scheduler_withdrawal.py",
         ),
         is_quick=True,
     ),
     Fault(
         "blocks of a withdrawn step are kept",
         (Edit(BASE, "        self._shorten(request_id, num_kept_blocks)\n", ""),),
-        ("tests/test_scheduler_withdrawal.py",),
+        ("tests/scheduler/test_scheduler_withdrawal.py",),
     ),
     Fault(
         "tables are not told again after a withdrawn step",
         (Edit(WITHDRAWAL, "            self._resent_ids.add(request.request_id)\n", ""),),
-        (scheduler_fails("full", "native"), engine_fails("full"), "tests/test_scheduler_withdrawal.py"),
+        (scheduler_fails("full", "native"), engine_fails("full"), "tests/scheduler/test_scheduler_withdrawal.py"),
     ),
     Fault(
         "counts of a withdrawn step stay",
@@ -318,7 +322,7 @@ SHARED_FAULTS = [
                 "        manager",
             ),
         ),
-        (scheduler_fails("full", "native"), engine_fails("full"), "tests/test_scheduler_withdrawal.py"),
+        (scheduler_fails("full", "native"), engine_fails("full"), "tests/scheduler/test_scheduler_withdrawal.py"),
     ),
     Fault(
         "blocks of a request that left during a withdrawn step are hit",
@@ -330,14 +334,14 @@ SHARED_FAULTS = [
                 scheduler_fails("sink", "native"),
                 scheduler_fails("full and local", "native"),
             ),
-            "tests/test_scheduler_withdrawal.py",
+            "tests/scheduler/test_scheduler_withdrawal.py",
         ),
     ),
     Fault(
         "a Mamba state that a withdrawn step has written over is gone on from",
         (
             Edit(
-                "kvpool/kv_cache_withdrawal.py",
+                "kvpool/cache/withdrawal.py",
                 "return any(isinstance(manager, MambaManager) for manager in self.coordinator.single_type_managers)",
                 "return False",
             ),
@@ -345,7 +349,7 @@ SHARED_FAULTS = [
         (
             scheduler_fails("full and mamba", "native"),
             engine_fails("full and mamba"),
-            "tests/test_scheduler_withdrawal.py",
+            "tests/scheduler/test_scheduler_withdrawal.py",
         ),
     ),
     Fault(
@@ -380,6 +384,6 @@ SHARED_FAULTS = [
                 "            if request.num_in_flight_tokens < 0:\n",
             ),
         ),
-        (("tests/test_scheduler.py", "tests/test_scheduler_random.py"),),
+        (("tests/scheduler/test_scheduler.py", "tests/scheduler/test_scheduler_random.py"),),
     ),
 ]

@@ -37,7 +37,7 @@ class Tree:
         self.root = CHECKOUT / "build" / "mutants" / "tree"
         self._touched: dict[Path, Path] = {}
         self._copy()
-        if with_objects or not list((self.root / "kvpool").glob(f"_core*{SUFFIX}")):
+        if with_objects or not list((self.root / "kvpool" / "native").glob(f"pool*{SUFFIX}")):
             self._build()
 
     def _copy(self) -> None:

@@ -18,7 +18,7 @@ TWIN_FAULTS = [
                 HASHER, "block = tuple(tokens[first : first + size])", "block = tuple(tokens[first : first + size - 1])"
             ),
         ),
-        (manager("full", "reference"), scheduler("full", "reference"), "tests/test_block_hasher.py"),
+        (manager("full", "reference"), scheduler("full", "reference"), "tests/hashing/test_block_hasher.py"),
         is_quick=True,
     ),
     Fault(
@@ -30,12 +30,12 @@ TWIN_FAULTS = [
                 "parent = BlockHash(digest(serialize((b'', block, None))))",
             ),
         ),
-        (manager("full", "reference"), "tests/test_block_hasher.py"),
+        (manager("full", "reference"), "tests/hashing/test_block_hasher.py"),
     ),
     Fault(
         "twin: stale hash kept at eviction",
         (Edit(POOL, "if carries_hash and self._remove_cached_block_hashes(block):", "if carries_hash and not self:"),),
-        (manager("full", "reference"), scheduler("full and window", "reference"), "tests/test_prefix_map.py"),
+        (manager("full", "reference"), scheduler("full and window", "reference"), "tests/pool/test_prefix_map.py"),
         is_quick=True,
     ),
     Fault(
@@ -52,7 +52,7 @@ TWIN_FAULTS = [
 """,
             ),
         ),
-        ("tests/test_partial_blocks.py",),
+        ("tests/pool/test_partial_blocks.py",),
     ),
     Fault(
         "twin: uncached blocks appended, not prepended",
@@ -67,7 +67,7 @@ TWIN_FAULTS = [
 """,
             ),
         ),
-        ("tests/test_allocation.py", "tests/test_manager_lockstep.py"),
+        ("tests/pool/test_allocation.py", "tests/cache/test_manager_lockstep.py"),
     ),
     Fault(
         "twin: a touched block stays in the free list",
@@ -83,14 +83,14 @@ TWIN_FAULTS = [
 """,
             ),
         ),
-        (manager("full", "reference"), "tests/test_allocation.py"),
+        (manager("full", "reference"), "tests/pool/test_allocation.py"),
         is_quick=True,
     ),
     Fault(
         "twin: hash index at the block size, not the hash block size",
         (
             Edit(
-                "kvpool/block_hash.py",
+                "kvpool/hashing/block_hash.py",
                 """    resolved = resolve_block_hashes(block_hashes, hash_block_size, block_size)
     selected = resolved[first:past]
 """,
@@ -99,7 +99,7 @@ TWIN_FAULTS = [
 """,
             ),
         ),
-        (manager("hybrid", "reference"), scheduler("unequal blocks", "reference"), "tests/test_cache_blocks.py"),
+        (manager("hybrid", "reference"), scheduler("unequal blocks", "reference"), "tests/pool/test_cache_blocks.py"),
     ),
     Fault(
         "twin: counts not restored after a refused free",
@@ -114,7 +114,7 @@ TWIN_FAULTS = [
         self._free_carefully""",
             ),
         ),
-        ("tests/test_refusals.py",),
+        ("tests/pool/test_refusals.py",),
     ),
     Fault(
         "twin: links not restored after a refused touch",
@@ -128,12 +128,12 @@ TWIN_FAULTS = [
 """,
             ),
         ),
-        ("tests/test_refusals.py",),
+        ("tests/pool/test_refusals.py",),
     ),
     Fault(
         "twin: a double free goes through",
         (Edit(POOL, "            elif block is not null_block:\n                break\n", ""),),
-        ("tests/test_refusals.py", "tests/test_allocation.py"),
+        ("tests/pool/test_refusals.py", "tests/pool/test_allocation.py"),
     ),
     Fault(
         "twin: table length unchecked",
@@ -146,12 +146,12 @@ TWIN_FAULTS = [
                 "",
             ),
         ),
-        ("tests/test_refusals.py",),
+        ("tests/pool/test_refusals.py",),
     ),
     Fault(
         "twin: null block counted in the usage",
         (Edit(POOL, "num_allocatable = self.num_gpu_blocks - 1\n", "num_allocatable = self.num_gpu_blocks\n"),),
-        ("tests/test_allocation.py",),
+        ("tests/pool/test_allocation.py",),
     ),
     Fault(
         "twin: group id left out of the key",
@@ -159,7 +159,7 @@ TWIN_FAULTS = [
             Edit(CACHE, "            suffix = group_suffix(group_id)\n", "            suffix = bytes(4)\n"),
             Edit(CACHE, "        suffix = group_suffix(kv_cache_group_id)\n", "        suffix = bytes(4)\n"),
         ),
-        ("tests/test_prefix_map.py", scheduler("full and window", "reference")),
+        ("tests/pool/test_prefix_map.py", scheduler("full and window", "reference")),
     ),
     Fault(
         "twin: duplicate in a batch unchecked",
@@ -172,7 +172,7 @@ TWIN_FAULTS = [
                 "",
             ),
         ),
-        ("tests/test_refusals.py",),
+        ("tests/pool/test_refusals.py",),
     ),
     Fault(
         "twin: the copy that was cached last is found",
@@ -183,7 +183,7 @@ TWIN_FAULTS = [
                 "found.append(list(entry.values())[-1] if type(entry) is dict else entry)",
             ),
         ),
-        ("tests/test_prefix_map.py",),
+        ("tests/pool/test_prefix_map.py",),
     ),
     Fault(
         "twin: links of a removed block not checked",
@@ -197,7 +197,7 @@ TWIN_FAULTS = [
                 QUEUE, "if block._next is not None or isinstance(block, _QueueEnd):", "if isinstance(block, _QueueEnd):"
             ),
         ),
-        ("tests/test_free_list.py",),
+        ("tests/pool/test_free_list.py",),
     ),
     Fault(
         "twin: stale hashes after tokens were taken back",
@@ -211,6 +211,6 @@ TWIN_FAULTS = [
 """,
             ),
         ),
-        ("tests/test_request.py",),
+        ("tests/hashing/test_request.py",),
     ),
 ]

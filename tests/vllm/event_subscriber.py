@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvpool.events import KVEventBatch
+from kvpool.events.wire import KVEventBatch
 
 CLEARED = {"type": "AllBlocksCleared"}
 POLL_MS = 50

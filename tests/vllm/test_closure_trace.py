@@ -22,7 +22,17 @@ from test_hasher import make_feature, make_request, random_extras
 from test_scheduler_fast import bench  # noqa: F401 (a fixture)
 
 from kvpool.integrations import vllm as integration
-from kvpool.integrations.vllm import _fast, _hits, closure, hasher, histories, levels, pool, sources, tables
+from kvpool.integrations.vllm import (
+    closure,
+    hasher,
+    histories,
+    levels,
+    longest_hit,
+    manager_steps,
+    pool,
+    sources,
+    tables,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -72,8 +82,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
     integration.unregister()
     monkeypatch.setenv(levels.VARIABLE, "1")
     for module, names in (
-        (_fast, ("allocate_slots", "cache_blocks", "free")),
-        (_hits, ("find_full", "find_window", "find_local", "get_block_ids")),
+        (manager_steps, ("allocate_slots", "cache_blocks", "free")),
+        (longest_hit, ("find_full", "find_window", "find_local", "get_block_ids")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, entered(getattr(module, name)))

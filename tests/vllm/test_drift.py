@@ -186,13 +186,13 @@ LOOKED_AT = {
     },
 }
 COMPILED = {
-    f"{CORE}.kv_cache_manager.KVCacheManager.allocate_slots": "_fast.allocate_slots",
-    f"{CORE}.kv_cache_manager.KVCacheManager.cache_blocks": "_fast.cache_blocks",
-    f"{CORE}.kv_cache_manager.KVCacheManager.free": "_fast.free",
-    f"{CORE}.kv_cache_manager.KVCacheBlocks.get_block_ids": "_hits.get_block_ids",
-    f"{MANAGERS}.FullAttentionManager.find_longest_cache_hit": "_hits.find_full",
-    f"{MANAGERS}.SlidingWindowManager.find_longest_cache_hit": "_hits.find_window",
-    f"{MANAGERS}.ChunkedLocalAttentionManager.find_longest_cache_hit": "_hits.find_local",
+    f"{CORE}.kv_cache_manager.KVCacheManager.allocate_slots": "manager_steps.allocate_slots",
+    f"{CORE}.kv_cache_manager.KVCacheManager.cache_blocks": "manager_steps.cache_blocks",
+    f"{CORE}.kv_cache_manager.KVCacheManager.free": "manager_steps.free",
+    f"{CORE}.kv_cache_manager.KVCacheBlocks.get_block_ids": "longest_hit.get_block_ids",
+    f"{MANAGERS}.FullAttentionManager.find_longest_cache_hit": "longest_hit.find_full",
+    f"{MANAGERS}.SlidingWindowManager.find_longest_cache_hit": "longest_hit.find_window",
+    f"{MANAGERS}.ChunkedLocalAttentionManager.find_longest_cache_hit": "longest_hit.find_local",
 }
 
 

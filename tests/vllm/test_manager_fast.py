@@ -157,12 +157,12 @@ def left_to_vllm(fast: Any) -> Iterator[Counter[str]]:
 
         return call
 
-    fast._fast.bind({name: counted(name, method) for name, method in fast._STOCK_METHODS.items()} | fast._NAMES)
+    fast.manager_steps.bind({name: counted(name, method) for name, method in fast._STOCK_METHODS.items()} | fast._NAMES)
     finders = {name: classmethod(counted(name, method.__func__)) for name, method in _finders(fast).items()}
-    fast._hits.bind(fast._STOCK_HITS | finders | fast._NAMES)
+    fast.longest_hit.bind(fast._STOCK_HITS | finders | fast._NAMES)
     yield calls
-    fast._fast.bind(fast._STOCK_METHODS | fast._NAMES)
-    fast._hits.bind(fast._STOCK_HITS | fast._NAMES)
+    fast.manager_steps.bind(fast._STOCK_METHODS | fast._NAMES)
+    fast.longest_hit.bind(fast._STOCK_HITS | fast._NAMES)
 
 
 def _finders(fast: Any) -> dict[str, Any]:

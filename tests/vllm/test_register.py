@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.block_pool")
 
 import kvpool
-from kvpool import _backend
+from kvpool import backend
 from kvpool.integrations import vllm as integration
 from kvpool.integrations.vllm import announcement, drift, levels
 from kvpool.integrations.vllm import pool as level
@@ -213,7 +213,7 @@ def test_the_pure_python_twin_does_not_take_vllms_place(
     wanted: str, lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(levels.VARIABLE, wanted)
-    monkeypatch.setattr(_backend, "BACKEND", "reference")
+    monkeypatch.setattr(backend, "BACKEND", "reference")
     told = "KVPOOL_PURE_PYTHON=1 selects the pure-Python twin, which takes no place in vLLM"
     assert one_warning(lines).endswith(told)
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.worker.block_table")
 pytestmark = pytest.mark.vllm
 
 import torch  # noqa: E402
-from kvpool._tables import BlockRows  # noqa: E402
+from kvpool.native.block_rows import BlockRows  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.utils import CpuGpuBuffer  # noqa: E402
 from vllm.v1.worker import block_table as stock  # noqa: E402

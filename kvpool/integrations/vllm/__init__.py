@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvpool import _backend
+from kvpool import backend
 from kvpool.integrations.vllm import announcement, levels
 from kvpool.integrations.vllm.hooks import Hooks
 from kvpool.integrations.vllm.sources import installed_sources
@@ -82,9 +82,9 @@ def install(names: Sequence[str], hooks: Hooks) -> Status:
     """
     if not names:
         return Status((), f"kvpool: off ({levels.VARIABLE}=0)")
-    if _backend.BACKEND != "native":
+    if backend.BACKEND != "native":
         # Each level is native: what was asked for as a whole is not given in parts.
-        raise NotExpectedError(f"{_backend.VARIABLE}=1 selects the pure-Python twin, which takes no place in vLLM")
+        raise NotExpectedError(f"{backend.VARIABLE}=1 selects the pure-Python twin, which takes no place in vLLM")
     from kvpool.integrations.vllm import drift  # here, so that it can be run as a command
 
     version = levels.vllm_version()

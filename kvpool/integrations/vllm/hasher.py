@@ -9,9 +9,9 @@ from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from kvpool._block_hashing import ALGORITHMS, Digest, load_xxh3_128, sha256_digest
-from kvpool.integrations.vllm._hasher import RequestHasher
+from kvpool.hashing.hashing import ALGORITHMS, Digest, load_xxh3_128, sha256_digest
 from kvpool.integrations.vllm.hooks import Hooks
+from kvpool.integrations.vllm.request_hasher import RequestHasher
 
 TARGETS = (
     "vllm.v1.core.kv_cache_utils.get_request_block_hasher",

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Protocol, cast
 
-from kvpool.environment import shown
+from kvpool.common.environment import shown
 from kvpool.errors import InvalidArgumentError
 from kvpool.integrations.vllm.hooks import Hooks
 

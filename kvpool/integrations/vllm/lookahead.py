@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm.v1.core.kv_cache_utils as vllm_blocks
 
-from kvpool._pool_events import EventFormat
+from kvpool.pool.event_stream import EventFormat
 
 if TYPE_CHECKING:
     from kvpool import block_pool

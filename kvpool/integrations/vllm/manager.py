@@ -12,8 +12,8 @@ from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from kvpool import _backend
-from kvpool.integrations.vllm import _fast, _hits  # type: ignore[attr-defined]
+from kvpool import backend
+from kvpool.integrations.vllm import longest_hit, manager_steps  # type: ignore[attr-defined]
 from kvpool.integrations.vllm.hooks import Hooks
 from kvpool.integrations.vllm.pool import BlockPool
 
@@ -71,13 +71,13 @@ _COORDINATORS = (
 _CACHES_ONLY_HASHED = "num_hash_lookahead_tokens" in inspect.signature(managers.KVCacheManager).parameters
 
 
-def make_plan(manager: Any) -> _fast.Plan | None:
+def make_plan(manager: Any) -> manager_steps.Plan | None:
     """What the compiled calls have to know about a KVCacheManager; None where they don't serve it."""
     coordinator = manager.coordinator
     if (
         type(manager) is not managers.KVCacheManager
         or type(manager.block_pool) is not BlockPool
-        or _backend.BACKEND != "native"
+        or backend.BACKEND != "native"
         or type(coordinator) not in _COORDINATORS
         or manager.retained_hit_group_ids
     ):
@@ -90,10 +90,10 @@ def make_plan(manager: Any) -> _fast.Plan | None:
         alignment = 1 if coordinator.enable_partial_hash_hits else coordinator.scheduler_block_size
     # Hashes that look ahead leave no block to be dropped: 0.33 has a set of its own for the groups that drop one.
     dropping = getattr(coordinator, "drop_eagle_group_ids", coordinator.eagle_group_ids)
-    return _fast.Plan(manager, groups, alignment, dropping, _CACHES_ONLY_HASHED)
+    return manager_steps.Plan(manager, groups, alignment, dropping, _CACHES_ONLY_HASHED)
 
 
-def _make_group(group: Any, manager: Any, coordinator: Any) -> _fast.Group | None:
+def _make_group(group: Any, manager: Any, coordinator: Any) -> manager_steps.Group | None:
     spec = group.kv_cache_spec
     if group.block_pool is not manager.block_pool or not spec.prefix_cacheable:
         return None
@@ -101,12 +101,12 @@ def _make_group(group: Any, manager: Any, coordinator: Any) -> _fast.Group | Non
     most_blocks = -1 if most is None else most
     if type(group) is group_managers.FullAttentionManager:
         caches_tails = group.block_size != manager.block_pool.hash_block_size
-        return _fast.Group(group, "full", 0, most_blocks, True, caches_tails)
+        return manager_steps.Group(group, "full", 0, most_blocks, True, caches_tails)
     if type(group) is group_managers.SlidingWindowManager:
         span = group.sliding_window + group.extra_retained_tokens
-        return _fast.Group(group, "window", span, most_blocks, _caches_all(group, coordinator), False)
+        return manager_steps.Group(group, "window", span, most_blocks, _caches_all(group, coordinator), False)
     if type(group) is group_managers.ChunkedLocalAttentionManager:
-        return _fast.Group(group, "local", group.attention_chunk_size, most_blocks, True, False)
+        return manager_steps.Group(group, "local", group.attention_chunk_size, most_blocks, True, False)
     return None
 
 
@@ -140,10 +140,10 @@ _NAMES = {
 
 def install(hooks: Hooks) -> None:
     """Replace the methods. The compiled functions keep vLLM's for whatever they do not serve."""
-    _fast.bind(_STOCK_METHODS | _NAMES)
-    _hits.bind(_STOCK_HITS | _NAMES)
+    manager_steps.bind(_STOCK_METHODS | _NAMES)
+    longest_hit.bind(_STOCK_HITS | _NAMES)
     for name in _STOCK_METHODS:
-        hooks.replace(managers.KVCacheManager, name, getattr(_fast, name))
+        hooks.replace(managers.KVCacheManager, name, getattr(manager_steps, name))
     for name, owner in _HIT_FINDERS.items():
-        hooks.replace(owner, _FIND, classmethod(getattr(_hits, name)))
-    hooks.replace(managers.KVCacheBlocks, "get_block_ids", _hits.get_block_ids)
+        hooks.replace(owner, _FIND, classmethod(getattr(longest_hit, name)))
+    hooks.replace(managers.KVCacheBlocks, "get_block_ids", longest_hit.get_block_ids)

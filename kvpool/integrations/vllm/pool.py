@@ -18,12 +18,13 @@ import vllm.v1.core.block_pool as vllm_pool
 import vllm.v1.core.kv_cache_utils as vllm_blocks
 from vllm.distributed import kv_events as vllm_events
 
-from kvpool import _backend, block_pool, events
-from kvpool._pool_events import EventFormat
-from kvpool.environment import read_choice
+from kvpool import backend, block_pool
+from kvpool.common.environment import read_choice
+from kvpool.events import wire
 from kvpool.integrations.vllm.announcement import announce_waiting
 from kvpool.integrations.vllm.hooks import Hooks
 from kvpool.integrations.vllm.lookahead import LookaheadEvents, with_lookahead
+from kvpool.pool.event_stream import EventFormat
 
 TARGETS = (
     "vllm.v1.core.block_pool.BlockPool",
@@ -71,7 +72,7 @@ def on_invalid_free() -> str:
 def _with_known_fields(event: Any) -> Callable[..., Any]:
     """The event's class, or where it lacks some of kvpool's fields (an older vLLM) one that leaves those out."""
     known = frozenset(event.__struct_fields__)
-    wanted = frozenset(getattr(events, event.__name__).__struct_fields__)
+    wanted = frozenset(getattr(wire, event.__name__).__struct_fields__)
     if wanted <= known:
         make: Callable[..., Any] = event
         return make
@@ -130,9 +131,9 @@ def install(hooks: Hooks) -> None:
     on_invalid_free()
     subclasses = [(sys.modules[module], name) for module, name in _SUBCLASSES if _can_import(module)]
     for stock, new, name in (
-        (VllmKVCacheBlock, _backend.KVCacheBlock, "KVCacheBlock"),
-        (VllmFreeKVCacheBlockQueue, _backend.FreeKVCacheBlockQueue, "FreeKVCacheBlockQueue"),
-        (VllmBlockHashToBlockMap, _backend.BlockHashToBlockMap, "BlockHashToBlockMap"),
+        (VllmKVCacheBlock, backend.KVCacheBlock, "KVCacheBlock"),
+        (VllmFreeKVCacheBlockQueue, backend.FreeKVCacheBlockQueue, "FreeKVCacheBlockQueue"),
+        (VllmBlockHashToBlockMap, backend.BlockHashToBlockMap, "BlockHashToBlockMap"),
         (VllmBlockPool, BlockPool, "BlockPool"),
     ):
         hooks.replace_in_modules(stock, new, [name])

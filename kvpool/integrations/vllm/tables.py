@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker import block_table as stock
 
-from kvpool._table_outputs import QuerySlots
-from kvpool._tables import BlockRowGroups, BlockRows
+from kvpool.native.block_rows import BlockRowGroups, BlockRows
+from kvpool.native.step_outputs import QuerySlots
 
 if TYPE_CHECKING:
     from kvpool.integrations.vllm.hooks import Hooks

@@ -20,8 +20,8 @@ from kvpool.worker.attention.cascade import CascadeBackend
 from kvpool.worker.attention.flash_attn_backend import PAGE_MULTIPLE, FlashAttnBackend
 from kvpool.worker.attention.flashinfer_backend import DTYPES as HALF_DTYPES
 from kvpool.worker.attention.flashinfer_backend import FlashInferBackend
+from kvpool.worker.attention.gather import ReferenceBackend
 from kvpool.worker.attention.interface import AttentionBackend, AttentionLayer
-from kvpool.worker.attention.reference import ReferenceBackend
 from kvpool.worker.attention.triton_backend import TritonBackend
 
 __all__ = ["BACKENDS", "AttentionBackend", "AttentionLayer", "create_backend", "why_unusable"]

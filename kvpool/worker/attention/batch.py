@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpool.worker.step_tensors import HostArray, StepTensors
+from kvpool.worker.step.step_tensors import HostArray, StepTensors
 
 Selection = slice | torch.Tensor
 """Tokens of a packed batch, or requests of a step: a range, or indices (int64, on the device)."""

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from kvpool.worker.attention.batch import Selection, StepKinds, put, take
-from kvpool.worker.attention.cells import Spans, find_cells_in_line
 from kvpool.worker.attention.dense import attend_dense, merge, wide_dtype
+from kvpool.worker.attention.gather import LayerCall, Parts, PartsReader, ReferenceBackend
 from kvpool.worker.attention.interface import AttentionLayer, check_inputs
-from kvpool.worker.attention.reference import LayerCall, Parts, PartsReader, ReferenceBackend
+from kvpool.worker.attention.key_rows import Spans, find_cells_in_line
 from kvpool.worker.attention.sharing import Sharers, find_sharers
-from kvpool.worker.step_tensors import GroupTensors, StepTensors
+from kvpool.worker.step.step_tensors import GroupTensors, StepTensors
 
 MIN_SAVED_BYTES = 2 << 20
 MAX_SCORES = 1 << 26  # of a shared part on devices where they are kept

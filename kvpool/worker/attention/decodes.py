@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvpool.worker.attention.batch import Selection, StepKinds
-from kvpool.worker.attention.cells import Spans, find_cells
-from kvpool.worker.step_tensors import HostArray
+from kvpool.worker.attention.key_rows import Spans, find_cells
+from kvpool.worker.step.step_tensors import HostArray
 
 PADDING_SHARE = 0.2
 PIECE_TOKENS = 1024

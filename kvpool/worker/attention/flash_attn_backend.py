@@ -15,7 +15,7 @@ import torch
 from kvpool.errors import InvalidArgumentError
 from kvpool.worker.attention.batch import Selection, StepKinds, put, take, to_device, window_starts
 from kvpool.worker.attention.interface import AttentionLayer, check_inputs
-from kvpool.worker.step_tensors import HostArray, StepTensors
+from kvpool.worker.step.step_tensors import HostArray, StepTensors
 
 PAGE_MULTIPLE = 256
 DTYPES = (torch.float16, torch.bfloat16)

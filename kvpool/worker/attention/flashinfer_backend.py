@@ -17,7 +17,7 @@ import torch
 from kvpool.errors import InvalidArgumentError
 from kvpool.worker.attention.batch import Selection, StepKinds, put, take, window_starts
 from kvpool.worker.attention.interface import AttentionLayer, check_inputs
-from kvpool.worker.step_tensors import GroupTensors, HostArray, StepTensors
+from kvpool.worker.step.step_tensors import GroupTensors, HostArray, StepTensors
 
 WORKSPACE_BYTES = 128 << 20
 MAX_GROUP_WITHOUT_TENSOR_CORES = 2

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.worker.step_tensors import StepTensors
+from kvpool.worker.step.step_tensors import StepTensors
 
 
 @dataclass(frozen=True)

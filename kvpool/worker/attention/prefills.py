@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvpool.worker.attention.batch import StepKinds
-from kvpool.worker.attention.cells import Spans, find_cells_in_line
-from kvpool.worker.step_tensors import HostArray
+from kvpool.worker.attention.key_rows import Spans, find_cells_in_line
+from kvpool.worker.step.step_tensors import HostArray
 
 
 @dataclass(frozen=True)

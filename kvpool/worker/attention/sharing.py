@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.worker.step_tensors import HostArray
+from kvpool.worker.step.step_tensors import HostArray
 
 MAX_DEPTH = 32
 

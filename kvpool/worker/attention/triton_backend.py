@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from kvpool.worker.attention.batch import Selection, StepKinds, put, selection_of, take, window_starts
+from kvpool.worker.attention.gather import LayerCall, Parts, PartsReader
 from kvpool.worker.attention.interface import AttentionLayer, check_inputs
-from kvpool.worker.attention.reference import LayerCall, Parts, PartsReader
-from kvpool.worker.step_tensors import StepTensors
+from kvpool.worker.step.step_tensors import StepTensors
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TritonBackend:
     with_compressed = False
 
     def __init__(self) -> None:
-        from kvpool.worker.decode_kernel import paged_decode
+        from kvpool.worker.kernels.decode import paged_decode
 
         self._paged_decode = paged_decode
         self._reader = PartsReader()

@@ -1,5 +1,0 @@
-from kvpool._block cimport BlockHome
-
-
-cdef class PoolView:
-    cdef BlockHome home

@@ -1,3 +1,0 @@
-from kvpool._block cimport BlockHome
-
-cdef object queue_of_home(BlockHome home)  # the queue view of a pool

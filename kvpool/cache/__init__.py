@@ -1,0 +1,1 @@
+"""The KV cache manager: specs, one manager per attention type, coordinators of several groups."""

@@ -1,0 +1,1 @@
+"""KV cache events: their wire format, and the sockets that publish and replay them."""

@@ -1,0 +1,1 @@
+"""Counts and times of the cache: prefix cache statistics, residency of blocks, the Prometheus exporter."""

@@ -1,0 +1,340 @@
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
+# cython: embedsignature=True, freethreading_compatible=True
+"""FreeKVCacheBlockQueue: the free list, seen as vLLM shows it."""
+cimport cython
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
+from libc.string cimport memset
+
+from kvpool.native.batch cimport parse_count
+from kvpool.native.block cimport (
+    FAKE_HEAD, FAKE_TAIL, BlockHome, HandleTable, KVCacheBlock, fake_end, handle_of, kvpool_lock_acquire,
+    kvpool_lock_release, open_handles, raise_status,
+)
+from kvpool.native.kvp cimport (
+    KVP_ERR_NOT_QUEUED, KVP_NONE, KVP_OK, KVP_PLACE_HEAD, KVP_PLACE_TAIL, kvp_fault_t, kvp_free_list_after,
+    kvp_free_list_append_n, kvp_free_list_init, kvp_free_list_is_queued, kvp_free_list_links, kvp_free_list_move,
+    kvp_free_list_pop_n, kvp_free_list_prepend_n, kvp_free_list_remove, kvp_link_t, kvp_placement_t, kvp_pool_attach, kvp_pool_detach,
+    kvp_pool_pop_detached, kvp_status_t,
+)
+from kvpool.native.memory cimport kvp_free, kvp_malloc, kvp_realloc, kvpool_share_memory
+
+from kvpool.errors import BlockStateError, NoFreeBlocksError
+
+kvpool_share_memory()
+
+
+cdef int give_room(BlockHome home, int32_t capacity) except -1:
+    """A new, larger link array and view table for a stand-alone queue."""
+    cdef kvp_link_t *links = <kvp_link_t *>kvp_malloc(kvp_free_list_links(capacity) * sizeof(kvp_link_t))
+    cdef kvp_link_t *old_links = home.own_links.links
+    cdef PyObject **handles = NULL
+    cdef PyObject *head = NULL
+    cdef PyObject *tail = NULL
+    if links is not NULL:
+        if home.handles is NULL:
+            try:
+                open_handles(home, capacity)
+            except MemoryError:
+                kvp_free(links)
+                raise
+            handles = home.handles
+        else:
+            head, tail = home.handles[home.num_handles], home.handles[home.num_handles + 1]
+            handles = <PyObject **>kvp_realloc(home.handles, (<size_t>capacity + 2) * sizeof(PyObject *))
+    if handles is NULL:
+        kvp_free(links)
+        raise MemoryError(f"no memory for a queue of {capacity} blocks")
+    if old_links is NULL:
+        kvp_free_list_init(&home.own_links, links, capacity, capacity)
+    else:
+        memset(handles + home.num_handles, 0, (<size_t>(capacity - home.num_handles) + 2) * sizeof(PyObject *))
+        handles[capacity], handles[capacity + 1] = head, tail
+        kvp_free_list_move(&home.own_links, links, capacity)
+        kvp_free(old_links)
+    home.handles = handles
+    home.num_handles = capacity
+    return 0
+
+
+cdef int leave_home(KVCacheBlock block) except -1:
+    """The place that a block had in a queue it is no longer in is for the next one that comes there."""
+    cdef BlockHome home = block.home
+    if home is not None and home.handles is not NULL:
+        home.handles[block.node] = NULL
+        home.vacant.append(block.node)
+        Py_DECREF(block)
+    return 0
+
+
+@cython.final
+@cython.no_gc
+cdef class FreeKVCacheBlockQueue:
+    """Doubly linked list of free blocks in order of reuse, as vLLM's ``FreeKVCacheBlockQueue``. Every call is O(1) a
+    block.
+
+    ``pool.free_block_queue`` is a view of the pool's list and changes the pool: what it takes out is detached (ref_cnt
+    0, neither queued nor in use), what it takes in must be detached. ``FreeKVCacheBlockQueue(blocks)`` queues hand-made
+    blocks.
+
+    Args:
+        blocks: hand-made blocks, in order of reuse, each once and in no other queue.
+    """
+    cdef BlockHome home
+    cdef HandleTable table
+    cdef int32_t num_adopted
+    cdef bint stand_alone
+    cdef list set_aside
+    cdef object __weakref__
+
+    def __init__(self, blocks):
+        cdef BlockHome home
+        cdef list batch = list(blocks)
+        if self.home is not None:
+            raise BlockStateError("this queue is initialised already")
+        home = BlockHome.__new__(BlockHome)
+        home.links = &home.own_links
+        home.vacant = []
+        give_room(home, 8)
+        self.table = HandleTable(home)
+        self.stand_alone = True
+        self.home = home
+        self.append_n(batch)
+
+    # ---- which node is this block? ----
+
+    cdef int check_open(self) except -1:
+        if self.home is None:
+            raise BlockStateError("this queue was never initialised")
+        return 0
+
+    cdef int32_t adopt(self, KVCacheBlock block) except -1:
+        """The node of a hand-made block, given on first sight and kept: its place in this queue's table."""
+        cdef BlockHome home = self.home
+        if block.home is home:
+            return block.node
+        if block.hand_made is None:
+            raise BlockStateError(f"block {block.block_id} belongs to a pool: a stand-alone queue takes KVCacheBlock(i)")
+        if block.home is not None and block.home.handles is not NULL:
+            if kvp_free_list_is_queued(block.home.links, block.node):
+                raise BlockStateError(f"block {block.block_id} is in another queue")
+        cdef int32_t node
+        if home.vacant:
+            node = home.vacant.pop()
+        else:
+            if self.num_adopted == home.num_handles:
+                if home.num_handles > INT32_MAX // 2:
+                    raise MemoryError("a queue holds at most 2**31 - 1 blocks")
+                give_room(home, 2 * home.num_handles)
+            node = self.num_adopted
+            self.num_adopted += 1
+        leave_home(block)
+        Py_INCREF(block)
+        home.handles[node] = <PyObject *>block
+        block.home = home
+        block.node = node
+        return node
+
+    cdef int32_t node_of(self, object item) except -1:
+        if type(item) is not KVCacheBlock:
+            raise TypeError(f"a queue holds KVCacheBlock objects, not {type(item).__name__}: {item!r}")
+        cdef KVCacheBlock block = item
+        if block.node == FAKE_HEAD or block.node == FAKE_TAIL:
+            raise BlockStateError("the fake ends of a queue can't be queued")
+        if self.stand_alone:
+            return self.adopt(block)
+        if block.home is not self.home:
+            raise BlockStateError(f"block {block.block_id} is not a block of this pool")
+        return block.node
+
+    cdef bint may_hold(self, KVCacheBlock block):
+        return block.home is self.home or (block.home is None and self.stand_alone)
+
+    cdef list pop(self, int32_t n):
+        cdef BlockHome home = self.home
+        cdef int32_t i
+        cdef kvp_status_t status
+        cdef int32_t *nodes = <int32_t *>kvp_malloc((<size_t>n + 1) * sizeof(int32_t))
+        if nodes is NULL:
+            raise MemoryError()
+        try:
+            kvpool_lock_acquire(&home.lock)
+            if self.stand_alone:
+                status = kvp_free_list_pop_n(home.links, n, nodes)
+            else:
+                status = kvp_pool_pop_detached(home.pool, n, nodes)
+            kvpool_lock_release(&home.lock)
+            raise_status(status, NULL, "popleft_n", home)
+            try:
+                return [handle_of(home, nodes[i]) for i in range(n)]
+            except BaseException:
+                self.put_back(nodes, n)
+                raise
+        finally:
+            kvp_free(nodes)
+
+    cdef int put_back(self, const int32_t *nodes, int32_t n) except -1:
+        kvpool_lock_acquire(&self.home.lock)
+        if self.stand_alone:
+            kvp_free_list_prepend_n(self.home.links, nodes, n, NULL)
+        else:
+            kvp_pool_attach(self.home.pool, nodes, n, KVP_PLACE_HEAD, NULL)
+        kvpool_lock_release(&self.home.lock)
+        return 0
+
+    cdef int link(self, object blocks, kvp_placement_t where, str call) except -1:
+        cdef BlockHome home = self.home
+        cdef list batch = list(blocks)
+        cdef Py_ssize_t i, n = len(batch)
+        cdef kvp_status_t status
+        cdef kvp_fault_t fault
+        if n == 0:
+            return 0
+        if (where == KVP_PLACE_TAIL and home.tail_severed) or (where == KVP_PLACE_HEAD and home.head_severed):
+            raise BlockStateError(f"{call}: this end of the queue has been cut off")
+        cdef int32_t *nodes = <int32_t *>kvp_malloc(<size_t>n * sizeof(int32_t))
+        if nodes is NULL:
+            raise MemoryError()
+        try:
+            for i in range(n):
+                nodes[i] = self.node_of(batch[i])
+            kvpool_lock_acquire(&home.lock)
+            if not self.stand_alone:
+                status = kvp_pool_attach(home.pool, nodes, n, where, &fault)
+            elif where == KVP_PLACE_HEAD:
+                status = kvp_free_list_prepend_n(home.links, nodes, n, &fault)
+            else:
+                status = kvp_free_list_append_n(home.links, nodes, n, &fault)
+            kvpool_lock_release(&home.lock)
+            if status != KVP_OK and fault.index >= 0:
+                fault.block_id = (<KVCacheBlock>batch[fault.index]).block_id
+            raise_status(status, &fault, call, home)
+        finally:
+            kvp_free(nodes)
+        return 0
+
+    # ---- vLLM's calls ----
+
+    @property
+    def num_free_blocks(self):
+        """Number of blocks in the queue. Set to less, by code that plays a full cache as vLLM's tests do, the last
+        blocks are set aside, detached; set to more, they come back to the end.
+
+        Raises:
+            BlockStateError: more than there are, those set aside included; nothing has changed.
+        """
+        self.check_open()
+        return self.home.links.num_free
+
+    @num_free_blocks.setter
+    def num_free_blocks(self, value):
+        self.check_open()
+        cdef int32_t wanted = parse_count(value)
+        cdef list aside = [] if self.set_aside is None else self.set_aside
+        if wanted > self.home.links.num_free + <int64_t>len(aside):
+            raise BlockStateError(f"num_free_blocks = {value}: there are {self.home.links.num_free} blocks in the queue "
+                                  f"and {len(aside)} set aside")
+        self.set_aside = aside
+        while self.home.links.num_free > wanted:
+            block = self.fake_free_list_tail.prev_free_block
+            self.remove(block)
+            aside.append(block)
+        while self.home.links.num_free < wanted:
+            self.append(aside[len(aside) - 1])
+            aside.pop()
+
+    @property
+    def fake_free_list_head(self):
+        """The end before the first block; its ``next_free_block`` is the first block or the other end."""
+        self.check_open()
+        return fake_end(self.home, FAKE_HEAD)
+
+    @property
+    def fake_free_list_tail(self):
+        """The end after the last block; its ``prev_free_block`` is the last block or the other end."""
+        self.check_open()
+        return fake_end(self.home, FAKE_TAIL)
+
+    def popleft(self):
+        """Takes the first block. Raises NoFreeBlocksError (a ValueError) when the queue is empty."""
+        self.check_open()
+        if self.home.links.num_free == 0:
+            raise NoFreeBlocksError("No free blocks available")
+        return self.pop(1)[0]
+
+    def popleft_n(self, n):
+        """Takes the first n blocks. Raises NoFreeBlocksError (an AssertionError too) when there are fewer."""
+        self.check_open()
+        cdef int32_t count = parse_count(n)
+        if count > self.home.links.num_free:
+            raise NoFreeBlocksError(f"popleft_n({n}): the queue holds {self.home.links.num_free} blocks")
+        return self.pop(count)
+
+    def remove(self, block):
+        """Takes one block out of the middle. Raises BlockStateError (a RuntimeError) when it is not in this queue."""
+        cdef kvp_status_t status = KVP_ERR_NOT_QUEUED
+        self.check_open()
+        if type(block) is not KVCacheBlock:
+            raise TypeError(f"a queue holds KVCacheBlock objects, not {type(block).__name__}: {block!r}")
+        if (<KVCacheBlock>block).home is self.home and (<KVCacheBlock>block).node >= 0:
+            kvpool_lock_acquire(&self.home.lock)
+            if self.stand_alone:
+                status = kvp_free_list_remove(self.home.links, (<KVCacheBlock>block).node)
+            else:
+                status = kvp_pool_detach(self.home.pool, (<KVCacheBlock>block).node)
+            kvpool_lock_release(&self.home.lock)
+        if status != KVP_OK:
+            raise BlockStateError(f"remove() called on an invalid block: {block!r} is not in this queue")
+
+    def append(self, block):
+        """Puts a block at the end."""
+        self.check_open()
+        self.link((block,), KVP_PLACE_TAIL, "append")
+
+    def append_n(self, blocks):
+        """Puts blocks at the end, in the given order. All or nothing."""
+        self.check_open()
+        self.link(blocks, KVP_PLACE_TAIL, "append_n")
+
+    def prepend_n(self, blocks):
+        """Puts blocks at the front, in the given order: the first one is taken next. All or nothing."""
+        self.check_open()
+        self.link(blocks, KVP_PLACE_HEAD, "prepend_n")
+
+    def get_all_free_blocks(self):
+        """The blocks in order of reuse. O(num_free_blocks)."""
+        self.check_open()
+        if self.home.head_severed:
+            raise BlockStateError("get_all_free_blocks: this end of the queue has been cut off")
+        cdef list blocks = []
+        cdef int32_t node = kvp_free_list_after(self.home.links, KVP_NONE)
+        while node != KVP_NONE:
+            blocks.append(handle_of(self.home, node))
+            node = kvp_free_list_after(self.home.links, node)
+        return blocks
+
+    def iter_blocks_after(self, cursor):
+        """Iterates over the blocks after ``cursor`` (None: from the first) in order of reuse. Each step reads the
+        list as it is then; the walk ends where a block was taken out under it."""
+        if cursor is not None and (type(cursor) is not KVCacheBlock or not self.may_hold(cursor)):
+            raise BlockStateError(f"iter_blocks_after: {cursor!r} is a block of another queue")
+        block = self.fake_free_list_head if cursor is None else cursor
+        tail = self.fake_free_list_tail
+        while True:
+            block = block.next_free_block
+            if block is None or block is tail:
+                return
+            yield block
+
+    def __len__(self):
+        return self.num_free_blocks
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a FreeKVCacheBlockQueue is a view of native state: it can't be pickled or copied")
+
+
+cdef object queue_of_home(BlockHome home):
+    cdef FreeKVCacheBlockQueue queue = FreeKVCacheBlockQueue.__new__(FreeKVCacheBlockQueue)
+    queue.home = home
+    return queue

@@ -1,0 +1,21 @@
+# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
+# cython: embedsignature=True, freethreading_compatible=True
+"""Memory that runs out when a test says so, in debug builds (KVPOOL_DEBUG=1). In others there is nothing behind it."""
+from kvpool.native.memory cimport kvpool_fail_allocation, kvpool_memory_state, kvpool_num_live_allocations
+
+_state = kvpool_memory_state()
+CAN_FAIL = _state is not None
+
+
+def fail_allocation(n):
+    """The n-th allocation from now on of the native code fails, once; 0: none does.
+
+    Returns:
+        int: allocations that have failed since the call before.
+    """
+    return kvpool_fail_allocation(n)
+
+
+def num_live_allocations():
+    """Allocations of the native code that are not freed; 0 in other builds than debug ones."""
+    return kvpool_num_live_allocations()

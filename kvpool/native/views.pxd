@@ -1,0 +1,5 @@
+from kvpool.native.block cimport BlockHome
+
+
+cdef class PoolView:
+    cdef BlockHome home

@@ -1,0 +1,1 @@
+"""Triton kernels, and how decoding splits its KV range."""

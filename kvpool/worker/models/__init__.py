@@ -1,0 +1,1 @@
+"""Models of transformers on the paged cache: loading, attention modules, tensor parallelism."""
