@@ -4,10 +4,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define FAIL(...)                                    \
-    do {                                             \
-        (void)snprintf(reason, size, __VA_ARGS__);   \
-        return KVP_ERR_INVARIANT;                    \
+#define FAIL(...)                                  \
+    do {                                           \
+        (void)snprintf(reason, size, __VA_ARGS__); \
+        return KVP_ERR_INVARIANT;                  \
     } while (0)
 
 kvp_status_t kvp_free_list_check(const kvp_free_list_t *list, char *reason, size_t size) {

@@ -49,9 +49,7 @@ void kvp_free_list_move(kvp_free_list_t *list, kvp_link_t *links, int32_t capaci
     list->capacity = capacity;
 }
 
-bool kvp_free_list_is_queued(const kvp_free_list_t *list, int32_t node) {
-    return list->links[node].next != KVP_POISON;
-}
+bool kvp_free_list_is_queued(const kvp_free_list_t *list, int32_t node) { return list->links[node].next != KVP_POISON; }
 
 kvp_status_t kvp_free_list_pop_n(kvp_free_list_t *list, int32_t n, int32_t *out) {
     if ((uint32_t)n > (uint32_t)list->num_free) {

@@ -17,12 +17,12 @@
 #if defined(KVP_DEBUG)
 #include <stdio.h>
 #include <stdlib.h>
-#define kvp_assert(invariant, condition)                                                              \
-    do {                                                                                              \
-        if (!(condition)) {                                                                           \
+#define kvp_assert(invariant, condition)                                                                 \
+    do {                                                                                                 \
+        if (!(condition)) {                                                                              \
             (void)fprintf(stderr, "%s:%d: %s broken: %s\n", __FILE__, __LINE__, #invariant, #condition); \
-            abort();                                                                                  \
-        }                                                                                             \
+            abort();                                                                                     \
+        }                                                                                                \
     } while (0)
 #else
 #define kvp_assert(invariant, condition) ((void)0)

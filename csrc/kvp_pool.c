@@ -53,7 +53,8 @@ kvp_status_t kvp_pool_create(int32_t num_blocks, bool enable_caching, bool uncac
     const size_t n = (size_t)num_blocks, slots = kvpi_map_slots_for(num_blocks);
     size_t bytes = 0;
     const size_t at_pool = take(&bytes, sizeof(kvp_pool_t)),
-                 at_links = take(&bytes, kvp_free_list_links(num_blocks) * sizeof(kvp_link_t)), at_ref_cnt = take(&bytes, n * sizeof(int32_t)), at_has_hash = take(&bytes, n),
+                 at_links = take(&bytes, kvp_free_list_links(num_blocks) * sizeof(kvp_link_t)),
+                 at_ref_cnt = take(&bytes, n * sizeof(int32_t)), at_has_hash = take(&bytes, n),
                  at_slots = take(&bytes, slots * sizeof(kvp_slot_t)),
                  at_primary = take(&bytes, n * sizeof(kvp_entry_t));
     bytes += CACHE_LINE;

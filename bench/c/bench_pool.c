@@ -40,8 +40,8 @@ typedef enum {
     PREFIX_HIT,
 } operation_t;
 
-static const char *const NAMES[] = {"get_free/on", "get_free/off", "get_free/churned", "evict/-", "free_cached/-",
-                                    "touch/-", "cache_full/-", "prefix_hit/-"};
+static const char *const NAMES[] = {"get_free/on",   "get_free/off", "get_free/churned", "evict/-",
+                                    "free_cached/-", "touch/-",      "cache_full/-",     "prefix_hit/-"};
 enum { NUM_OPERATIONS = sizeof NAMES / sizeof NAMES[0] };
 
 /* One pool and its batches; `ids` holds num_batches batches one after the other. */

@@ -117,7 +117,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             input.at = first_token;
         }
         const uint32_t how = next_byte(&input);
-        const uint32_t word = how & 1 ? next_word(&input) : how & 2 ? next_byte(&input) << 8 | next_byte(&input) : how >> 2;
+        const uint32_t word = how & 1   ? next_word(&input)
+                              : how & 2 ? next_byte(&input) << 8 | next_byte(&input)
+                                        : how >> 2;
         memcpy(&tokens[n++], &word, sizeof word);
     }
     const size_t room = kvp_block_room(parent_len, n);

@@ -296,8 +296,8 @@ static void slots(input_t *input, group_t *group) {
     }
     for (int64_t i = 0; i < n && status == KVP_TABLE_OK; i++) {
         const int64_t position = at(&positions, i), block = position / table->block_size;
-        REQUIRE(out[i] == (int64_t)model_row(group, at(&rows, i))[block] * table->block_size +
-                              position % table->block_size);
+        REQUIRE(out[i] ==
+                (int64_t)model_row(group, at(&rows, i))[block] * table->block_size + position % table->block_size);
     }
     if (status == KVP_TABLE_OK) {
         int64_t *const key_rows = exact((size_t)n, sizeof *key_rows), *const value_rows = exact((size_t)n, sizeof *out);
@@ -361,10 +361,11 @@ static void compress(input_t *input, group_t *group) {
     const int64_t n = next_below(input, MAX_BATCH + 1), room = next_byte(input);
     ints_t rows = next_ints(input, n, table->num_rows - 1, true);
     ints_t tokens = next_ints(input, n, table->block_size < 64 ? table->block_size * 2 : 64, false);
-    int32_t *const starts = exact((size_t)n + 1, 4), *const blocks = exact((size_t)room, 4), *const lens = exact((size_t)n, 4);
+    int32_t *const starts = exact((size_t)n + 1, 4), *const blocks = exact((size_t)room, 4),
+                   *const lens = exact((size_t)n, 4);
     kvp_table_fault_t fault = {0, 0};
-    const kvp_table_status_t status = kvp_table_compress(table, view(&rows), view(&tokens), n, starts, blocks, room, lens,
-                                                         &fault);
+    const kvp_table_status_t status =
+        kvp_table_compress(table, view(&rows), view(&tokens), n, starts, blocks, room, lens, &fault);
     kvp_table_status_t wanted = first_bad_row(group, &rows, n) < n ? KVP_TABLE_ERR_ROW : KVP_TABLE_OK;
     int64_t total = 0;
     for (int64_t i = 0; i < n && wanted == KVP_TABLE_OK; i++) {
@@ -400,7 +401,8 @@ static void compress(input_t *input, group_t *group) {
 static void gather(input_t *input, group_t *group) {
     const kvp_block_table_t *const table = &group->table;
     const int64_t n = next_below(input, MAX_BATCH + 1);
-    const int32_t width = (int32_t)next_below(input, (uint32_t)table->width < 120 ? (uint32_t)table->width * 2 + 1 : 200);
+    const int32_t width =
+        (int32_t)next_below(input, (uint32_t)table->width < 120 ? (uint32_t)table->width * 2 + 1 : 200);
     ints_t rows = next_ints(input, n, table->num_rows - 1, true);
     int32_t *const out = exact((size_t)n * (size_t)width, sizeof *out);
     const bool is_valid = first_bad_row(group, &rows, n) == n;
@@ -422,7 +424,8 @@ static void num_common(input_t *input, group_t *group) {
     ints_t rows = next_ints(input, n, table->num_rows - 1, true);
     int32_t out = -7, common = 0;
     const bool is_valid = first_bad_row(group, &rows, n) == n;
-    REQUIRE(kvp_table_num_common(table, view(&rows), n, limit, &out, NULL) == (is_valid ? KVP_TABLE_OK : KVP_TABLE_ERR_ROW));
+    REQUIRE(kvp_table_num_common(table, view(&rows), n, limit, &out, NULL) ==
+            (is_valid ? KVP_TABLE_OK : KVP_TABLE_ERR_ROW));
     for (bool same = is_valid && n > 0; same && common < limit && common < table->width; common += same) {
         const int32_t first = model_row(group, at(&rows, 0))[common];
         for (int64_t i = 0; i < n; i++) {
@@ -439,12 +442,15 @@ static void step(input_t *input, state_t *state) {
     const uint32_t call = next_below(input, 20);
     group_t *const group = &state->groups[next_below(input, (uint32_t)state->num_groups)];
     switch (call) {
-    case 0: case 1: case 2: case 3: case 4: case 5:
-        edit(input, state);
-        break;
-    case 6: case 7: case 8:
-        on_rows(input, group, call - 6);
-        break;
+    case 0:
+    case 1:
+    case 2:
+    case 3:
+    case 4:
+    case 5: edit(input, state); break;
+    case 6:
+    case 7:
+    case 8: on_rows(input, group, call - 6); break;
     case 9:
         if (next_below(input, 8) == 0) {
             kvp_block_table_clear(&group->table);
@@ -453,24 +459,16 @@ static void step(input_t *input, state_t *state) {
             }
         }
         break;
-    case 10: case 11:
-        take_changes(input, group, call == 11);
-        break;
-    case 12: case 13:
-        slots(input, group);
-        break;
-    case 14: case 15:
-        query_slots(input, group);
-        break;
-    case 16: case 17:
-        compress(input, group);
-        break;
-    case 18:
-        gather(input, group);
-        break;
-    default:
-        num_common(input, group);
-        break;
+    case 10:
+    case 11: take_changes(input, group, call == 11); break;
+    case 12:
+    case 13: slots(input, group); break;
+    case 14:
+    case 15: query_slots(input, group); break;
+    case 16:
+    case 17: compress(input, group); break;
+    case 18: gather(input, group); break;
+    default: num_common(input, group); break;
     }
 }
 

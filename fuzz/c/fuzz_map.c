@@ -55,7 +55,8 @@ static void map_step(input_t *input, map_state_t *state) {
     if (byte < 150) {
         const int key = byte < 4 ? NUM_KEYS : (int)next_below(input, NUM_KEYS);
         const int32_t block_id = next_int(input, 0, 20);
-        if (kvp_map_find_block(state->map, &state->keys[key], block_id) != KVP_NONE || state->num_pairs == MAX_ENTRIES) {
+        if (kvp_map_find_block(state->map, &state->keys[key], block_id) != KVP_NONE ||
+            state->num_pairs == MAX_ENTRIES) {
             return; /* the caller adds a pair once */
         }
         int32_t entry = KVP_NONE;
@@ -157,7 +158,8 @@ static void list_step(input_t *input, list_state_t *state) {
         REQUIRE(kvp_free_list_remove(&state->list, node) == (place < 0 ? KVP_ERR_NOT_QUEUED : KVP_OK));
         if (place >= 0) {
             state->num_free--;
-            memmove(state->queue + place, state->queue + place + 1, (size_t)(state->num_free - place) * sizeof(int32_t));
+            memmove(state->queue + place, state->queue + place + 1,
+                    (size_t)(state->num_free - place) * sizeof(int32_t));
         }
     } else if (state->list.capacity < MAX_NODES) {
         const int32_t room = MAX_NODES - state->list.capacity;
@@ -203,7 +205,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     kvp_map_destroy(maps.map);
 lists_only:
     lists.num_free = 0;
-    const int32_t capacity = 1 + (int32_t)next_below(&input, 16), first = (int32_t)next_below(&input, (uint32_t)capacity + 1);
+    const int32_t capacity = 1 + (int32_t)next_below(&input, 16),
+                  first = (int32_t)next_below(&input, (uint32_t)capacity + 1);
     kvp_link_t *const links = malloc(kvp_free_list_links(capacity) * sizeof *links);
     REQUIRE(links != NULL);
     kvp_free_list_init(&lists.list, links, capacity, first);

@@ -151,8 +151,8 @@ static int32_t next_id(input_t *input, const state_t *state) {
 }
 
 static void same_fault(kvp_status_t status, kvp_status_t wanted, kvp_fault_t fault, kvp_fault_t wanted_fault) {
-    if (status != wanted || (status != KVP_OK && (fault.index != wanted_fault.index ||
-                                                  fault.block_id != wanted_fault.block_id))) {
+    if (status != wanted ||
+        (status != KVP_OK && (fault.index != wanted_fault.index || fault.block_id != wanted_fault.block_id))) {
         FOUND("status %d at %lld (block %d), the model says %d at %lld (block %d)", status, (long long)fault.index,
               fault.block_id, wanted, (long long)wanted_fault.index, wanted_fault.block_id);
     }
@@ -217,14 +217,14 @@ static kvp_status_t cache(input_t *input, state_t *state) {
         parsed[i] = state->keys[keys[i]];
     }
     kvp_fault_t fault = {0, 0}, wanted_fault = {0, 0};
-    const kvp_status_t status = kvp_pool_cache(state->pool, parsed, ids, batch.n, first_tokens, step_tokens, mode,
-                                               &fault);
+    const kvp_status_t status =
+        kvp_pool_cache(state->pool, parsed, ids, batch.n, first_tokens, step_tokens, mode, &fault);
     if (status == KVP_ERR_NO_MEMORY && state->allocation_fails) {
         free(ids);
         return KVP_OK;
     }
-    const kvp_status_t expected = model_cache(&state->model, keys, ids, batch.n, first_tokens, step_tokens, mode,
-                                              &wanted_fault);
+    const kvp_status_t expected =
+        model_cache(&state->model, keys, ids, batch.n, first_tokens, step_tokens, mode, &wanted_fault);
     free(ids);
     same_fault(status, expected, fault, wanted_fault);
     return status;
@@ -236,15 +236,9 @@ static kvp_status_t on_key(input_t *input, state_t *state, uint32_t how) {
     const int32_t id = next_int(input, 0, state->model.num_blocks - 1), tokens = next_int(input, -1, 30);
     kvp_status_t status, expected;
     switch (how) {
-    case 0:
-        status = kvp_pool_insert_hash(state->pool, &state->keys[key], id, tokens);
-        break;
-    case 1:
-        status = kvp_pool_insert_key(state->pool, &state->keys[key], id);
-        break;
-    default:
-        status = kvp_pool_set_hash(state->pool, &state->keys[key], id, tokens);
-        break;
+    case 0: status = kvp_pool_insert_hash(state->pool, &state->keys[key], id, tokens); break;
+    case 1: status = kvp_pool_insert_key(state->pool, &state->keys[key], id); break;
+    default: status = kvp_pool_set_hash(state->pool, &state->keys[key], id, tokens); break;
     }
     if (status == KVP_ERR_NO_MEMORY && state->allocation_fails) {
         return KVP_OK;
@@ -286,9 +280,7 @@ static kvp_status_t on_block(input_t *input, state_t *state, uint32_t how) {
         status = kvp_pool_detach(state->pool, id);
         REQUIRE(status == model_detach(&state->model, id));
         return status;
-    case 2:
-        REQUIRE(kvp_pool_drop_hashes(state->pool, id) == model_drop_hashes(&state->model, id));
-        return KVP_OK;
+    case 2: REQUIRE(kvp_pool_drop_hashes(state->pool, id) == model_drop_hashes(&state->model, id)); return KVP_OK;
     case 3:
         kvp_pool_reset_hash(state->pool, id);
         model_reset_hash(&state->model, id);
@@ -306,23 +298,29 @@ static kvp_status_t on_block(input_t *input, state_t *state, uint32_t how) {
 static kvp_status_t step(input_t *input, state_t *state) {
     const uint32_t call = next_below(input, 24);
     switch (call) {
-    case 0: case 1: case 2:
-        return take_blocks(input, state, 0);
-    case 3: case 4:
-        return take_blocks(input, state, call - 2);
-    case 5: case 6: case 7: case 8:
-        return on_batch(input, state, call - 5);
-    case 9: case 10:
-        return on_batch(input, state, 0);
-    case 11: case 12:
-        return cache(input, state);
-    case 13: case 14: case 15:
-        return on_key(input, state, call - 13);
-    case 16: case 17: case 18: case 19: case 20: case 21:
-        return on_block(input, state, call - 16);
-    case 22:
-        find_prefix(input, state);
-        return KVP_OK;
+    case 0:
+    case 1:
+    case 2: return take_blocks(input, state, 0);
+    case 3:
+    case 4: return take_blocks(input, state, call - 2);
+    case 5:
+    case 6:
+    case 7:
+    case 8: return on_batch(input, state, call - 5);
+    case 9:
+    case 10: return on_batch(input, state, 0);
+    case 11:
+    case 12: return cache(input, state);
+    case 13:
+    case 14:
+    case 15: return on_key(input, state, call - 13);
+    case 16:
+    case 17:
+    case 18:
+    case 19:
+    case 20:
+    case 21: return on_block(input, state, call - 16);
+    case 22: find_prefix(input, state); return KVP_OK;
     default:
         /* A reset is one of 16 such bytes, or nothing would ever fill up. */
         if (next_below(input, 16) == 0) {

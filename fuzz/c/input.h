@@ -48,11 +48,11 @@ static inline int32_t next_int(input_t *input, int32_t first, int32_t last) {
         abort();                                              \
     } while (0)
 
-#define REQUIRE(condition)                            \
-    do {                                              \
-        if (!(condition)) {                           \
-            FOUND("does not hold: %s", #condition);   \
-        }                                             \
+#define REQUIRE(condition)                          \
+    do {                                            \
+        if (!(condition)) {                         \
+            FOUND("does not hold: %s", #condition); \
+        }                                           \
     } while (0)
 
 /* failing_memory.c: the allocation after `count` more fails, once; negative: none does. */

@@ -313,8 +313,7 @@ kvp_status_t model_cache(model_t *model, const int *keys, const int32_t *ids, in
             return fail(fault, i, ids[i], KVP_ERR_DUPLICATE);
         }
         seen[ids[i]] = true;
-        const int32_t num_tokens =
-            step_tokens == 0 ? KVP_TOKENS_UNKNOWN : (int32_t)(first_tokens + i * step_tokens);
+        const int32_t num_tokens = step_tokens == 0 ? KVP_TOKENS_UNKNOWN : (int32_t)(first_tokens + i * step_tokens);
         model_hash_t *const primary = &next.blocks[ids[i]].primary;
         if (primary->key != NO_KEY) {
             const bool is_longer = primary->num_tokens != KVP_TOKENS_UNKNOWN && primary->num_tokens < num_tokens;

@@ -7,13 +7,13 @@
 
 static int num_failed, num_checks;
 
-#define CHECK(condition)                                                            \
-    do {                                                                            \
-        num_checks++;                                                               \
-        if (!(condition)) {                                                         \
-            num_failed++;                                                           \
-            printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);          \
-        }                                                                           \
+#define CHECK(condition)                                                   \
+    do {                                                                   \
+        num_checks++;                                                      \
+        if (!(condition)) {                                                \
+            num_failed++;                                                  \
+            printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+        }                                                                  \
     } while (0)
 
 /* xorshift: the same numbers on every machine. */

@@ -52,8 +52,12 @@ static bool row_is(const kvp_block_table_t *table, int32_t row, const int32_t *w
 }
 
 static void test_shapes(void) {
-    const kvp_table_shape_t bad[] = {{0, 1, 1, 1, 1},           {1, 0, 1, 1, 1}, {1, 1, 0, 1, 1},
-                                     {1, 1, 1, 0, 1},           {1, 1, 1, 1, 0}, {65536, 32768, 1, 1, 1},
+    const kvp_table_shape_t bad[] = {{0, 1, 1, 1, 1},
+                                     {1, 0, 1, 1, 1},
+                                     {1, 1, 0, 1, 1},
+                                     {1, 1, 1, 0, 1},
+                                     {1, 1, 1, 1, 0},
+                                     {65536, 32768, 1, 1, 1},
                                      {1, 1, 1, 2, INT32_MAX / 2 + 1}};
     kvp_block_table_t table;
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -154,7 +158,8 @@ static void test_query_slots(void) {
     kvp_table_fault_t fault;
     CHECK(kvp_table_query_slots(&rows.table, falling, 2, positions, 5, out, &fault) == KVP_TABLE_ERR_QUERY);
     CHECK(kvp_table_query_slots(&rows.table, too_far, 1, positions, 5, out, &fault) == KVP_TABLE_ERR_QUERY);
-    CHECK(kvp_table_query_slots(&rows.table, starts, 3, positions, 5, out, &fault) == KVP_TABLE_ERR_ROW && out[0] == -7);
+    CHECK(kvp_table_query_slots(&rows.table, starts, 3, positions, 5, out, &fault) == KVP_TABLE_ERR_ROW &&
+          out[0] == -7);
     CHECK(kvp_table_query_slots(&rows.table, starts, 2, positions, 5, out, NULL) == KVP_TABLE_OK);
     /* In the block, in the null block, past the row, before it; the last token belongs to no query. */
     CHECK(out[0] == 39 && out[1] == 0 && out[2] == KVP_TABLE_PAD && out[3] == KVP_TABLE_PAD && out[4] == -7);
@@ -197,13 +202,13 @@ static void test_batches(void) {
 static void test_checker_notices(void) {
     rows_t rows = make_rows(2, 3, 4, 1, 10);
     char reason[256];
-#define NOTICES(what, change, back)                                                                         \
-    do {                                                                                                     \
-        change;                                                                                              \
-        CHECK(kvp_block_table_check(&rows.table, reason, sizeof reason) == KVP_TABLE_ERR_INVARIANT);         \
-        CHECK(strncmp(reason, what, 2) == 0);                                                                \
-        back;                                                                                                \
-        CHECK(is_sound(&rows.table));                                                                        \
+#define NOTICES(what, change, back)                                                                  \
+    do {                                                                                             \
+        change;                                                                                      \
+        CHECK(kvp_block_table_check(&rows.table, reason, sizeof reason) == KVP_TABLE_ERR_INVARIANT); \
+        CHECK(strncmp(reason, what, 2) == 0);                                                        \
+        back;                                                                                        \
+        CHECK(is_sound(&rows.table));                                                                \
     } while (0)
     NOTICES("T1", rows.num_blocks[1] = 4, rows.num_blocks[1] = 0);
     NOTICES("T1", rows.num_blocks[0] = -1, rows.num_blocks[0] = 0);
@@ -244,8 +249,10 @@ static void walk_edits(kvp_block_table_t *table, model_t *model) {
         ids[i] = (int32_t)random_below(WALK_IDS);
     }
     for (int64_t i = 0; i < n; i++) {
-        edits[i] = (kvp_table_edit_t){.first = random_below(12), .num_ids = (int32_t)random_below(4),
-                                      .row = (int32_t)random_below(WALK_ROWS), .replaces = random_below(3) == 0};
+        edits[i] = (kvp_table_edit_t){.first = random_below(12),
+                                      .num_ids = (int32_t)random_below(4),
+                                      .row = (int32_t)random_below(WALK_ROWS),
+                                      .replaces = random_below(3) == 0};
         const int32_t base = edits[i].replaces ? 0 : after.length[edits[i].row];
         fits = fits && base + edits[i].num_ids * WALK_RATIO <= WALK_WIDTH;
         if (fits) {
@@ -279,8 +286,7 @@ static void walk_step(kvp_block_table_t *table, model_t *model) {
         memcpy(model->cells[a], before.cells[b], sizeof before.cells[b]);
         memcpy(model->cells[b], before.cells[a], sizeof before.cells[a]);
         break;
-    default:
-        walk_edits(table, model);
+    default: walk_edits(table, model);
     }
 }
 

@@ -407,7 +407,8 @@ static void walk_step(kvp_pool_t *pool, model_t *model) {
         break;
     default: {
         const int32_t entry = kvp_map_find(&pool->map, &key);
-        CHECK((entry == KVP_NONE ? KVP_NONE : kvp_map_entry(&pool->map, entry)->block_id) == model_find(model, key_index));
+        CHECK((entry == KVP_NONE ? KVP_NONE : kvp_map_entry(&pool->map, entry)->block_id) ==
+              model_find(model, key_index));
         break;
     }
     }
