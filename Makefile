@@ -45,7 +45,7 @@ help:
 	@echo 'bench bench-c           pytest-benchmark; the same loops in C'
 	@echo 'bench-table             every target of the pool in one run (beside vLLM: BENCH_PYTHON=$(VLLM_VENV)/bin/python)'
 	@echo 'bench-check             native-to-reference ratios against bench/ratios.json'
-	@echo 'lint                    ruff and mypy'
+	@echo 'lint                    ruff, clang-format and mypy'
 	@echo 'lock audit              versions and hashes of what make installs, anew; their known vulnerabilities (network)'
 
 # ---- set-up ----
@@ -265,6 +265,7 @@ bench-check: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check kvpool tests bench fuzz setup.py setup_sbom.py
 	$(BIN)/ruff format --check kvpool tests bench fuzz setup.py setup_sbom.py
+	$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*.[ch] tests/c/*.[ch] bench/c/*.[ch] fuzz/c/*.[ch])
 	$(BIN)/mypy
 
 # Versions and hashes of all that is installed above, anew.

@@ -90,8 +90,8 @@ static void copy_from(const sample_t *sample, size_t from, size_t n, size_t to, 
 
 /* The start of one sample, a part of another, a few bytes changed, dropped or repeated. */
 static void make_mutant(size_t max_len) {
-    const sample_t *const first = &samples[random_below(num_samples)], *const other =
-                                                                           &samples[random_below(num_samples)];
+    const sample_t *const first = &samples[random_below(num_samples)];
+    const sample_t *const other = &samples[random_below(num_samples)];
     current_size = 0;
     copy_from(first, 0, first->size, 0, max_len);
     if (random_below(2) == 0) {
