@@ -38,14 +38,14 @@ SOURCES = [
         "prefix_map",
         "pool",
         "pool_hash",
-        "block_hash",
+        "hash_input",
         "block_table",
         "table_outputs",
         "check",
     )
 ]
 HEADERS = [
-    *("csrc/kvp.h", "csrc/kvp_alloc.h", "csrc/kvp_block_hash.h", "csrc/kvp_block_table.h", "csrc/kvp_internal.h"),
+    *("csrc/kvp.h", "csrc/kvp_alloc.h", "csrc/kvp_hash_input.h", "csrc/kvp_block_table.h", "csrc/kvp_internal.h"),
     *("csrc/kvp_table_internal.h", "kvpool/native/lock.h", "kvpool/native/module_memory.h"),
     "kvpool/native/plain_ints.h",
 ]

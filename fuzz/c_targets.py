@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fuzz import ROOT
 
-C_TARGETS = ("pool", "map", "block_table", "block_hash")
+C_TARGETS = ("pool", "map", "block_table", "hash_input")
 SOURCES = {"pool": ["pool_model.c"]}
 FLAGS = [
     *("-std=gnu11", "-O1", "-g", "-DKVP_DEBUG", "-Wall", "-Wextra", "-Werror", "-Icsrc"),

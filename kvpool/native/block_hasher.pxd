@@ -1,7 +1,7 @@
 # Hashes of plain blocks, native.
 from libc.stdint cimport int32_t, uint8_t
 
-from kvpool.native.kvp_hash_input cimport kvp_block_format_t
+from kvpool.native.kvp_hash_input cimport kvp_hash_input_format_t
 
 ctypedef int (*sha256_init_t)(void *context) noexcept nogil
 ctypedef int (*sha256_update_t)(void *context, const void *data, size_t n) noexcept nogil
@@ -10,7 +10,7 @@ ctypedef int (*sha256_final_t)(unsigned char *digest, void *context) noexcept no
 
 cdef class BlockHasherBase:
     cdef readonly Py_ssize_t block_size
-    cdef kvp_block_format_t form
+    cdef kvp_hash_input_format_t form
     cdef bint is_form_known
     cdef object digest
     cdef sha256_init_t sha256_init

@@ -10,7 +10,8 @@ from libc.stddef cimport size_t
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint8_t, uintptr_t
 
 from kvpool.native.kvp_hash_input cimport (
-    KVP_BLOCK_CBOR, KVP_BLOCK_MAX_PARENT, KVP_BLOCK_MAX_TOKENS, KVP_BLOCK_PICKLE, kvp_block_room, kvp_block_write,
+    KVP_HASH_INPUT_CBOR, KVP_HASH_INPUT_MAX_PARENT, KVP_HASH_INPUT_MAX_TOKENS, KVP_HASH_INPUT_PICKLE,
+    kvp_hash_input_room, kvp_hash_input_write,
 )
 from kvpool.native.memory cimport kvp_free, kvp_malloc, kvpool_share_memory
 
@@ -64,7 +65,7 @@ cdef class BlockHasherBase:
         if block_size < 1:
             raise InvalidArgumentError(f"a block of {block_size} tokens")
         self.block_size = block_size
-        self.form = KVP_BLOCK_CBOR if is_cbor else KVP_BLOCK_PICKLE
+        self.form = KVP_HASH_INPUT_CBOR if is_cbor else KVP_HASH_INPUT_PICKLE
         self.is_form_known = is_cbor or pickle.HIGHEST_PROTOCOL == NATIVE_PICKLE_PROTOCOL
         self.digest = digest
         self.sha256_init = NULL
@@ -74,7 +75,7 @@ cdef class BlockHasherBase:
             self.sha256_final = <sha256_final_t><uintptr_t>functions.final
 
     cdef bint is_native_size(self, Py_ssize_t num_tokens) noexcept:
-        return self.is_form_known and num_tokens <= KVP_BLOCK_MAX_TOKENS
+        return self.is_form_known and num_tokens <= KVP_HASH_INPUT_MAX_TOKENS
 
     cdef bytes digest_of(self, const uint8_t *data, size_t n):
         cdef unsigned long long context[CONTEXT_WORDS]
@@ -94,10 +95,10 @@ cdef class BlockHasherBase:
         if parent is None:
             raise TypeError("the hash of the block before is None: a block hash is bytes")
         parent_len = PyBytes_GET_SIZE(parent)
-        if parent_len > KVP_BLOCK_MAX_PARENT or not read_tokens(tokens, start, n, ids):
+        if parent_len > KVP_HASH_INPUT_MAX_PARENT or not read_tokens(tokens, start, n, ids):
             return self._hash_exactly(parent, tokens[start:start + n])
-        length = kvp_block_write(self.form, <const uint8_t *>PyBytes_AS_STRING(parent), <size_t>parent_len, ids,
-                                 <size_t>n, out)
+        length = kvp_hash_input_write(self.form, <const uint8_t *>PyBytes_AS_STRING(parent), <size_t>parent_len, ids,
+                                      <size_t>n, out)
         return self.digest_of(out, length)
 
     def _hash_plain_block(self, bytes parent not None, list tokens not None):
@@ -129,7 +130,7 @@ cdef class BlockHasherBase:
         try:
             if size > SMALL_TOKENS:
                 ids = <int32_t *>room_of(<size_t>size * sizeof(int32_t))
-                out = <uint8_t *>room_of(kvp_block_room(KVP_BLOCK_MAX_PARENT, <size_t>size))
+                out = <uint8_t *>room_of(kvp_hash_input_room(KVP_HASH_INPUT_MAX_PARENT, <size_t>size))
             for i in range(num_blocks):
                 parent = self.hash_at(parent, tokens, start + i * size, size, ids, out)
                 hashes.append(parent)

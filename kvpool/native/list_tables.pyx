@@ -17,7 +17,7 @@ from kvpool.native.kvp cimport (
     kvp_pool_allocate, kvp_pool_cache, kvp_pool_find_prefix, kvp_pool_free, kvp_pool_primary,
     kvp_pool_touch, kvp_status_t,
 )
-from kvpool.native.kvp_hash_input cimport KVP_BLOCK_MAX_PARENT, kvp_block_room
+from kvpool.native.kvp_hash_input cimport KVP_HASH_INPUT_MAX_PARENT, kvp_hash_input_room
 from kvpool.native.memory cimport kvpool_share_memory
 
 from operator import index
@@ -47,7 +47,7 @@ cdef bint can_hash(object hasher) noexcept:
         return False
     cdef Py_ssize_t size = (<BlockHasherBase>hasher).block_size
     return (size <= BLOCK_TOKENS and (<BlockHasherBase>hasher).is_native_size(size)
-            and kvp_block_room(KVP_BLOCK_MAX_PARENT, <size_t>size) <= BLOCK_BYTES)
+            and kvp_hash_input_room(KVP_HASH_INPUT_MAX_PARENT, <size_t>size) <= BLOCK_BYTES)
 
 
 cdef int read_id(object block_id, int32_t *out) except -1:

@@ -9,7 +9,7 @@ POOL_HASH = "csrc/kvp_pool_hash.c"
 MAP = "csrc/kvp_prefix_map.c"
 LIST = "csrc/kvp_free_list.c"
 INTERNAL = "csrc/kvp_internal.h"
-BLOCK_HASH = "csrc/kvp_block_hash.c"
+HASH_INPUT = "csrc/kvp_hash_input.c"
 CACHE = "kvpool/native/prefix_cache.pyx"
 MANAGER = "kvpool/native/kv_cache_manager.pyx"
 REQUEST = "kvpool/native/request.pyx"
@@ -22,7 +22,7 @@ NATIVE_FAULTS = [
         "native: hash without the last token",
         (
             Edit(
-                BLOCK_HASH,
+                HASH_INPUT,
                 "    for (size_t i = 0; i < n; i++) {\n        at = pickle_token",
                 "    for (size_t i = 0; i + 1 < n; i++) {\n        at = pickle_token",
             ),

@@ -1,10 +1,10 @@
-/* kvp_block_hash.c - pickle and CBOR bytes of one block.
+/* kvp_hash_input.c - pickle and CBOR bytes of one block.
  *
  * Token ids are spread over all widths, so a branch on the width would be mispredicted for every other token. Each
  * token is written at full width instead, and only the step to the next one depends on its value: hence the few bytes
- * of slack behind the last token that kvp_block_room() counts.
+ * of slack behind the last token that kvp_hash_input_room() counts.
  */
-#include "kvp_block_hash.h"
+#include "kvp_hash_input.h"
 
 #include <string.h>
 
@@ -18,7 +18,7 @@ enum {
     FRAME_LENGTH_AT = 3,
 };
 
-size_t kvp_block_room(size_t parent_len, size_t num_tokens) {
+size_t kvp_hash_input_room(size_t parent_len, size_t num_tokens) {
     return FIXED_ROOM + parent_len + ROOM_PER_TOKEN * num_tokens;
 }
 
@@ -139,8 +139,8 @@ static size_t write_cbor(const uint8_t *parent, size_t parent_len, const int32_t
     return (size_t)(at - out);
 }
 
-size_t kvp_block_write(kvp_block_format_t format, const uint8_t *parent, size_t parent_len, const int32_t *tokens,
-                       size_t num_tokens, uint8_t *out) {
-    return format == KVP_BLOCK_PICKLE ? write_pickle(parent, parent_len, tokens, num_tokens, out)
-                                      : write_cbor(parent, parent_len, tokens, num_tokens, out);
+size_t kvp_hash_input_write(kvp_hash_input_format_t format, const uint8_t *parent, size_t parent_len,
+                            const int32_t *tokens, size_t num_tokens, uint8_t *out) {
+    return format == KVP_HASH_INPUT_PICKLE ? write_pickle(parent, parent_len, tokens, num_tokens, out)
+                                           : write_cbor(parent, parent_len, tokens, num_tokens, out);
 }

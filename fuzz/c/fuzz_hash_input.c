@@ -1,8 +1,8 @@
-/* fuzz_block_hash.c - the bytes of a block, against an encoder that is written down branch by branch.
+/* fuzz_hash_input.c - the bytes of a block, against an encoder that is written down branch by branch.
  *
  * An input is: format, length of the parent, its bytes, then tokens of 1, 2 or 4 bytes. The buffer has exactly the room
- * that kvp_block_room() asks for. (That CPython and cbor2 write the same bytes is tested in Python.) */
-#include "kvp_block_hash.h"
+ * that kvp_hash_input_room() asks for. (That CPython and cbor2 write the same bytes is tested in Python.) */
+#include "kvp_hash_input.h"
 
 #include <string.h>
 
@@ -97,11 +97,11 @@ static void cbor(writer_t *writer, const uint8_t *parent, size_t parent_len, con
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     input_t input = {data, data + size};
     const uint32_t options = next_byte(&input);
-    const kvp_block_format_t format = options & 1 ? KVP_BLOCK_CBOR : KVP_BLOCK_PICKLE;
+    const kvp_hash_input_format_t format = options & 1 ? KVP_HASH_INPUT_CBOR : KVP_HASH_INPUT_PICKLE;
     const size_t parent_len = next_byte(&input);
     uint8_t *const parent = malloc(parent_len + (parent_len == 0));
     /* Every token takes a byte at least; some inputs repeat theirs up to the longest block. */
-    const size_t most = options & 2 ? KVP_BLOCK_MAX_TOKENS : size;
+    const size_t most = options & 2 ? KVP_HASH_INPUT_MAX_TOKENS : size;
     int32_t *const tokens = malloc(most * sizeof *tokens + (most == 0));
     REQUIRE(parent != NULL && tokens != NULL);
     for (size_t i = 0; i < parent_len; i++) {
@@ -109,7 +109,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     size_t n = 0;
     const uint8_t *const first_token = input.at;
-    while (n < most && n < KVP_BLOCK_MAX_TOKENS) {
+    while (n < most && n < KVP_HASH_INPUT_MAX_TOKENS) {
         if (input_empty(&input)) {
             if ((options & 2) == 0 || first_token == input.end) {
                 break;
@@ -122,15 +122,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                                         : how >> 2;
         memcpy(&tokens[n++], &word, sizeof word);
     }
-    const size_t room = kvp_block_room(parent_len, n);
+    const size_t room = kvp_hash_input_room(parent_len, n);
     uint8_t *const out = malloc(room), *const wanted = malloc(room);
     REQUIRE(out != NULL && wanted != NULL);
     int32_t *const exact = malloc(n * sizeof *exact + (n == 0));
     REQUIRE(exact != NULL);
     memcpy(exact, tokens, n * sizeof *exact);
-    const size_t length = kvp_block_write(format, parent, parent_len, exact, n, out);
+    const size_t length = kvp_hash_input_write(format, parent, parent_len, exact, n, out);
     writer_t writer = {wanted, 0};
-    (format == KVP_BLOCK_CBOR ? cbor : pickle)(&writer, parent, parent_len, tokens, n);
+    (format == KVP_HASH_INPUT_CBOR ? cbor : pickle)(&writer, parent, parent_len, tokens, n);
     REQUIRE(length == writer.length && length <= room && memcmp(out, wanted, length) == 0);
     free(parent);
     free(tokens);
