@@ -1,4 +1,4 @@
-"""The pool's rows of the target table (DESIGN, section 6): what is measured, and how many times faster than vLLM."""
+"""The pool's rows of the target table: what is measured, and how many times faster than vLLM."""
 
 from __future__ import annotations
 
