@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """First third of the native pool: reference counts and the free list. Methods only translate: Python objects to ids,
 one call into the C core a batch, its status to the one function that raises."""
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New

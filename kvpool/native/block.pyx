@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """Where blocks live, and the view of one block.
 
 A ``BlockHome`` owns the native state (a pool's arrays, or the links of a stand-alone queue) and the table of the views

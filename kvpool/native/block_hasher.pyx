@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """Hashes of plain blocks, native: tokens are read from the list, serialized by the C core and digested by OpenSSL or by
 the xxhash package, one block after the other, in one pass."""
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE

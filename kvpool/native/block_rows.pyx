@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """Rows of block ids, native: tables over csrc/kvp_block_table.c for one KV cache group or for all of them.
 
 A call reads its Python objects first, then makes one call of the core, which applies all of it or nothing. Table and

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """Blocks of one pool in token order, kept as int32 ids: what a request's table, a hit and an allocation are."""
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """FreeKVCacheBlockQueue: the free list, seen as vLLM shows it."""
 cimport cython
 from cpython.object cimport PyObject

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """What a scheduler asks of a cache manager at every step, compiled: all of it for the case that nearly every model is, one
 group of full attention whose blocks are as long as the hashes'; for groups of full attention, windows and stretches
 together, the step that changes nothing, which nearly every decode step is.

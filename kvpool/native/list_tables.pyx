@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """Block tables that are plain lists of ints, over the native pool; see ``kvpool.pool.list_tables``."""
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """Memory that runs out when a test says so, in debug builds (KVPOOL_DEBUG=1). In others there is nothing behind it."""
 from kvpool.native.memory cimport kvpool_fail_allocation, kvpool_memory_state, kvpool_num_live_allocations
 

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """The native pool, and everything that the package takes from the extension modules.
 
 ``BlockPoolBase`` is the hot half of ``BlockPool``: ``BlockAllocator`` and ``PrefixCache`` with block objects, and here the

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """BlockHashToBlockMap: the prefix map, seen as vLLM shows it."""
 cimport cython
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_Check

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """What a scheduler does with a request at every step, native: its tokens, their number, and the block hashes that
 follow them. ``kvpool.reference.request`` says the same in Python."""
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """What attention backends want of rows of block ids, native: slots, rows of keys and values, compressed rows, rows in
 the order of the batch, and the leading blocks that a batch has in common.
 

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """What a recording has told of requests, compared with what they are: at every decode step, so it is native.
 ``kvpool.recording.told`` says the same in Python."""
 from cpython.bytes cimport PyBytes_FromStringAndSize

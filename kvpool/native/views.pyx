@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=True, freethreading_compatible=True
 """Read-only views of a pool's parts: its blocks by id, the further hashes of each block, its counters."""
 cimport cython
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_Check

@@ -1,5 +1,5 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, cdivision=True, binding=True
-# cython: embedsignature=False, freethreading_compatible=True
+# cython: cdivision=True, binding=True, embedsignature=False
+# cdivision: divisors are block sizes, at least 1. binding: these functions become methods of vLLM's classes.
 """vLLM's longest cache hit of full, sliding-window and local attention over the native prefix map, and the block ids of
 its ``KVCacheBlocks``: one pass over the hashes, no key object and no call per block.
 

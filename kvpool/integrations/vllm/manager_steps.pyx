@@ -1,5 +1,5 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, cdivision=True, binding=True
-# cython: embedsignature=False, freethreading_compatible=True
+# cython: cdivision=True, binding=True, embedsignature=False
+# cdivision: divisors are block sizes, at least 1. binding: these functions become methods of vLLM's classes.
 """What vLLM's scheduler asks of its KVCacheManager at every step, compiled, over the state of vLLM's own managers.
 
 A ``Plan`` is what was found out once about a KVCacheManager whose pool is native and whose groups are full attention,

@@ -1,5 +1,3 @@
-# cython: language_level=3, wraparound=False, initializedcheck=False, binding=False
-# cython: embedsignature=False, freethreading_compatible=True
 """What vLLM's ``get_request_block_hasher`` returns, native for blocks without extra keys."""
 from cpython.bytes cimport PyBytes_CheckExact
 from cpython.list cimport PyList_CheckExact, PyList_GET_SIZE, PyList_GetSlice
