@@ -1,24 +1,83 @@
-"""The README's code runs as printed, each block in a fresh interpreter."""
+"""The documents are true: their code runs as printed, their links lead somewhere, and the map shows every room."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+# A block marked `notest` needs what no test has: a model of the reader's, other machines.
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"```.*?```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+IN_CODE = re.compile(r"`[^`]*`")
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.split("\n", 1)[0])
+def code_blocks() -> Iterator[object]:
+    for document in DOCUMENTS:
+        for number, code in enumerate(CODE.findall(document.read_text(encoding="utf-8")), start=1):
+            yield pytest.param(code, id=f"{document.relative_to(ROOT)}-{number}")
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    lines = FENCED.sub("", document.read_text(encoding="utf-8")).splitlines()
+    titles = (line.lstrip("#").strip().lower() for line in lines if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+def dead_links(document: Path) -> list[str]:
+    text = IN_CODE.sub("", FENCED.sub("", document.read_text(encoding="utf-8")))
+    dead = []
+    for link in LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue  # on the network: nothing here asks there
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("code", code_blocks())
 def test_the_code_runs(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_it_shows_the_pool_and_a_scheduler() -> None:
-    assert len(BLOCKS) >= 2
-    assert all(command in README.read_text(encoding="utf-8") for command in ("make demo", "make test"))
+    text = README.read_text(encoding="utf-8")
+    assert CODE.findall(text)
+    assert all(command in text for command in ("make demo", "make test", "make quick"))
+    assert any(
+        "Scheduler(" in code for code in CODE.findall((ROOT / "docs" / "library.md").read_text(encoding="utf-8"))
+    )
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_no_link_is_dead(document: Path) -> None:
+    assert dead_links(document) == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    document = tmp_path / "one.md"
+    document.write_text(
+        "# The title\n[a](two.md) [b](#the-title) [c](#no-title) `[d](three.md)` [e](https://x.test/y)\n"
+    )
+    assert dead_links(document) == ["two.md", "#no-title"]
+
+
+def test_the_readme_is_short_and_leads_to_every_document() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    for document in DOCUMENTS:
+        name = str(document.relative_to(ROOT))
+        assert name in (README.name, "CHANGELOG.md") or f"({name})" in text, f"no link to {name}"
