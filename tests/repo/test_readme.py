@@ -47,7 +47,7 @@ def dead_links(document: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("code", code_blocks())
+@pytest.mark.parametrize("code", list(code_blocks()))
 def test_the_code_runs(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -81,3 +81,48 @@ def test_the_readme_is_short_and_leads_to_every_document() -> None:
     for document in DOCUMENTS:
         name = str(document.relative_to(ROOT))
         assert name in (README.name, "CHANGELOG.md") or f"({name})" in text, f"no link to {name}"
+
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PATH_IN_TEXT = re.compile(r"(?:csrc|kvpool|tests|bench|fuzz|examples|docs|requirements)/[\w./\-]*\w/?")
+
+
+def paths_in(text: str) -> set[str]:
+    """Paths in the text of a document, links and code alike; ``kvpool/cache/managers/`` as well as files."""
+    return {path.rstrip("/") for path in PATH_IN_TEXT.findall(text.replace("\\", ""))}
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_path_that_is_named_exists(name: str) -> None:
+    paths = paths_in((ROOT / name).read_text(encoding="utf-8"))
+    assert len(paths) > 20
+    assert sorted(path for path in paths if not (ROOT / path).exists()) == []
+
+
+def test_every_room_is_on_the_map() -> None:
+    paths = paths_in(ARCHITECTURE.read_text(encoding="utf-8"))
+    package = ROOT / "kvpool"
+    rooms = {
+        entry.relative_to(ROOT).as_posix()
+        for entry in package.iterdir()
+        if entry.suffix == ".py" or (entry / "__init__.py").is_file()
+    }
+    assert "kvpool/native" in rooms
+    assert sorted(rooms - paths) == []
+
+
+def test_the_map_answers_the_five_questions() -> None:
+    """In three clicks: README, the map, the file. What the map says of a file is in the file."""
+    answers = {
+        "csrc/kvp_pool.c": "kvp_status_t kvp_pool_allocate(",
+        "kvpool/native/block_hasher.pyx": "kvp_hash_input",
+        "kvpool/cache/managers/sliding_window.py": "def get_num_skipped_tokens(",
+        "kvpool/cache/managers/base.py": "def remove_skipped_blocks(",
+        "kvpool/integrations/vllm/__init__.py": "def register(",
+        "csrc/kvp_table_outputs.c": "kvp_table_status_t kvp_table_slots(",
+    }
+    assert "(docs/architecture.md)" in README.read_text(encoding="utf-8")
+    first_table = ARCHITECTURE.read_text(encoding="utf-8").split("## What is where")[0]
+    for path, text in answers.items():
+        assert f"(../{path})" in first_table
+        assert text in (ROOT / path).read_text(encoding="utf-8")
