@@ -68,6 +68,7 @@ DIRECTIVES = {
     "initializedcheck": False,
     "binding": False,
     "embedsignature": True,
+    "embedsignature.format": "clinic",
     "freethreading_compatible": True,
 }
 GENERATED = "build/cython"

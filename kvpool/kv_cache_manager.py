@@ -23,11 +23,9 @@ else:
     class KVCacheManager(KVCacheManagerBase, KVCacheManagerOperations):
         __doc__ = KVCacheManagerOperations.__doc__
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.unbind()
-            super().__init__(*args, **kwargs)
+        def _bind(self) -> None:
             if self._is_plain_full_attention():
-                self.bind_full_attention(
+                self._bind_full_attention(
                     self.block_pool,
                     self.coordinator.single_type_managers[0],
                     KVCacheBlocks,
@@ -38,7 +36,7 @@ else:
             elif isinstance(self.block_pool, backend.BlockPoolBase):
                 groups = [self._steady_group(manager) for manager in self.coordinator.single_type_managers]
                 if None not in groups:
-                    self.bind_groups(
+                    self._bind_groups(
                         self.block_pool,
                         groups,
                         self.empty_kv_cache_blocks,
@@ -49,7 +47,7 @@ else:
                     )
 
         def _steady_group(self, manager: Any) -> tuple[Any, int, int, int] | None:
-            """What ``bind_groups`` takes of a group whose steps mostly change nothing; None for another."""
+            """What ``_bind_groups`` takes of a group whose steps mostly change nothing; None for another."""
             coordinator, aligned = self.coordinator, 1
             if isinstance(coordinator, HybridKVCacheCoordinator) and not (
                 coordinator.enable_partial_hash_hits or manager.use_eagle

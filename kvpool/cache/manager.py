@@ -82,6 +82,8 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
     vLLM: ``KVCacheManager``. ``get_computed_blocks`` returns two values here, and hits are verified.
     """
 
+    _block_pool_class: Callable[..., Any] | None = None  # where the caller names none
+
     def __init__(
         self,
         kv_cache_config: KVCacheConfig,
@@ -101,6 +103,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
         verify_hits: bool = True,
         block_pool_class: Callable[..., Any] | None = None,
     ) -> None:
+        self._unbind()
         max_model_len = to_int("max_model_len", max_model_len, 1, _MAX_NUM_TOKENS)
         if max_in_flight_tokens is not None:
             max_in_flight_tokens = to_int("max_in_flight_tokens", max_in_flight_tokens, 0, _MAX_NUM_TOKENS)
@@ -129,7 +132,7 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
             hash_block_size=hash_block_size,
             metrics_collector=metrics_collector,
             num_prefill_lookahead=num_prefill_lookahead,
-            block_pool_class=block_pool_class,
+            block_pool_class=block_pool_class or self._block_pool_class,
         )
         self.block_pool = self.coordinator.block_pool
         self.hash_block_size = hash_block_size
@@ -145,6 +148,15 @@ class KVCacheManagerOperations(KVCacheWithdrawal):
                 if isinstance(manager, MambaManager):
                     manager.shared_prefix_checkpoint = True
         super().__init__(log_stats)
+        self._bind()
+
+    # The native half serves from its own code what it can, once all is made.
+
+    def _unbind(self) -> None:
+        """From now on every call goes to the general code."""
+
+    def _bind(self) -> None:
+        """From now on what a step needs is served by compiled code, where there is one for these groups."""
 
     # Prefix hits
 

@@ -191,7 +191,9 @@ def _num_blocks_with_extra_keys(request: Any, block_size: int) -> float:
 
 
 class BlockHashing:
-    """Mixed into ``BlockHasher`` in front of its base. Calling it with a request hashes the request's new full blocks.
+    """The hashes of full blocks of tokens, each over the block's tokens and the hash before it.
+
+    Calling it with a request hashes the request's new full blocks; ``Request`` does so by itself.
 
     Args:
         algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor". Digests are equal to vLLM 0.32's, byte for byte.

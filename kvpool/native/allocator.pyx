@@ -1,5 +1,8 @@
-"""First third of the native pool: reference counts and the free list. Methods only translate: Python objects to ids,
-one call into the C core a batch, its status to the one function that raises."""
+"""Blocks of the native pool taken, shared and given back: reference counts and the free list.
+
+Methods only translate: Python objects to ids, one call into the C core per batch, and its status to the one function
+that raises. ``PrefixCache`` adds the hashes, ``BlockPoolBase`` the calls with ids.
+"""
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
@@ -123,7 +126,7 @@ cdef class BlockAllocator:
         return self.home
 
     def new_block_table(self):
-        """An empty block table: a ``BlockSequence`` of this pool, which a request's blocks are kept in."""
+        """An empty block table, which a request's blocks are kept in."""
         return new_sequence(self.the_home(), 0)
 
     # ---- blocks of a batch ----
@@ -182,10 +185,12 @@ cdef class BlockAllocator:
         return blocks
 
     def get_new_blocks(self, num_blocks):
-        """Takes blocks from the head of the free list; each has ref_cnt 1 and has lost its hash. O(num_blocks).
+        """Take blocks from the head of the free list, each with one reference. Hashes that they still carry are
+        evicted now, not earlier. O(num_blocks).
 
         Raises:
-            NoFreeBlocksError: there are fewer (a ValueError, as in vLLM).
+            NoFreeBlocksError: fewer are free (a ValueError, as in vLLM); nothing has changed.
+            TypeError, InvalidArgumentError: num_blocks is no int, or negative.
         """
         cdef int32_t n = parse_count(num_blocks)
         if self.is_observed():
@@ -199,17 +204,18 @@ cdef class BlockAllocator:
     # ---- free ----
 
     def free_blocks(self, ordered_blocks, bint prepend=False):
-        """Gives up one reference to each block; those nobody uses any more join the free list. O(len).
+        """Give one reference of each entry back. Blocks that nobody uses any more become free, in the given order:
+        those with a hash at the tail, the others at the head (see ``uncached_first``). O(len).
 
         Args:
-            ordered_blocks: blocks, the one to be reused first at the front. Null blocks are skipped, blocks of another
-                pool go back to that pool.
-            prepend: all to the head of the free list. Else blocks without a hash go to the head and those with one to
-                the tail (``uncached_first=True``), or all to the tail; always in the given order.
+            ordered_blocks: the block to be reused first comes first; null blocks are skipped, blocks of another pool
+                are given back to it.
+            prepend: all of them to the head.
 
         Raises:
-            BlockStateError: a block is not in use (freed twice, also within this batch) or belongs to no pool;
-                nothing has changed. With ``on_invalid_free="warn"`` such entries are skipped, logged and counted.
+            BlockStateError: an entry has no reference left to give back (a double free, also within the batch), or
+                belongs to no pool; nothing has changed. With ``on_invalid_free="warn"`` such entries are skipped,
+                logged and counted.
         """
         cdef BlockHome home = self.the_home()
         cdef list blocks = ordered_blocks if type(ordered_blocks) is list else list(ordered_blocks)
@@ -320,10 +326,10 @@ cdef class BlockAllocator:
         return 0
 
     def touch(self, blocks):
-        """Adds one reference to each block; a free one leaves the free list. Null blocks are skipped. O(len).
+        """Add one reference to each entry; free ones leave the free list. Null blocks are skipped. O(len).
 
         Raises:
-            BlockStateError: a block is not this pool's own; nothing has changed.
+            BlockStateError: a block of another pool or of none, or a detached one; nothing has changed.
         """
         self.the_home()
         cdef list batch = blocks if type(blocks) is list else list(blocks)
@@ -342,32 +348,34 @@ cdef class BlockAllocator:
     # ---- numbers ----
 
     def is_block_writable(self, block):
-        """Whether the block's only user may change it: one reference, no hash, not the null block."""
+        """Whether the block has one user and no hash, so that this user may write into it."""
         return not block.is_null and block.ref_cnt == 1 and block.block_hash is None
 
     def get_num_free_blocks(self):
-        """Blocks that can be taken now, cached ones that nobody uses included."""
+        """Number of blocks that can be taken now, cached ones that nobody uses included. O(1)."""
         return num_free_of(self.the_home())
 
     def get_usage(self):
-        """Share of blocks in use, 0.0 to 1.0; the null block doesn't count, cached blocks nobody uses are free."""
+        """Share of the allocatable blocks that are not free, 0.0 to 1.0. Cached blocks without users are free."""
         cdef BlockHome home = self.the_home()
         cdef int32_t usable = home.pool.num_blocks - 1
         return 1.0 - <double>num_free_of(home) / usable if usable > 0 else 0
 
     @property
     def num_evictable_blocks(self):
-        """Free blocks that carry a hash: what a lookup can still find and an allocation may evict. O(free)."""
+        """Number of free blocks that carry a hash: what a look-up can still find and an allocation may evict.
+        O(free blocks)."""
         return kvp_pool_num_evictable(self.the_home().pool)
 
     @property
     def nbytes(self):
-        """Native memory of the pool in bytes: all arrays, and the table of block views."""
+        """Memory that the pool takes for its bookkeeping, bytes: its arrays and its table of block objects; in plain
+        Python an estimate, the size of one block object times their number."""
         cdef BlockHome home = self.the_home()
         return kvp_pool_nbytes(home.pool) + (<size_t>home.num_handles + 2) * sizeof(PyObject *)
 
     def check(self):
-        """Recomputes every invariant of the native state; raises InvariantError with the reason. O(num_blocks)."""
+        """Recompute every invariant of the pool; InvariantError says what is wrong. O(num_gpu_blocks + hashes)."""
         cdef char reason[256]
         cdef BlockHome home = self.the_home()
         kvpool_lock_acquire(&home.lock)

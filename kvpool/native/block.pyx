@@ -225,22 +225,24 @@ cdef inline bint is_fake(KVCacheBlock block) noexcept:
 @cython.no_gc
 @cython.freelist(256)
 cdef class KVCacheBlock:
-    """One block of a KV cache: a view (pool, block_id) on native state, as vLLM's ``KVCacheBlock``.
+    """KVCacheBlock(block_id, ref_cnt=0, *, is_null=False, _block_hash=None, _block_hash_num_tokens=None)\n--\n\n\
+    One block of a KV cache: its id, number of users, hash and place in the free list.
 
-    ``pool.blocks[i]`` makes the view on first use and returns the same object from then on; equality is identity. It
-    is not tracked by the garbage collector. ``KVCacheBlock(block_id)`` makes a block that belongs to no pool, for
-    stand-alone queues and maps.
+    ``pool.blocks[block_id]`` is always the same object; equality is identity. A block is in use (``ref_cnt`` > 0),
+    queued (in a free list) or detached (neither: taken from the free list by hand). ``KVCacheBlock(block_id)`` makes
+    one that belongs to no pool, for stand-alone queues and maps.
 
-    Attributes:
-        block_id: index of the block, read-only; -1 for the two fake ends of a queue.
-        ref_cnt: number of users. Setting it on a pool's block: an in-use block set to 0 is detached (neither queued
-            nor in use), a detached one set to n >= 1 is in use; what would put a queued block or the null block
-            in use, or a negative count, raises BlockStateError.
-        block_hash: digest + 4-byte big-endian group id, or None.
-        block_hash_num_tokens: tokens of the prefix that the hash covers, or None.
-        is_null: whether this is the placeholder block.
-        pool: the pool, or None for a hand-made block and after the pool is gone.
-        prev_free_block, next_free_block: neighbours in the free list, or None outside it.
+    Args:
+        block_id: index of the block in the cache tensors.
+        ref_cnt: number of users, >= 0.
+        is_null: whether it stands for a block that is never written.
+
+    Raises:
+        TypeError, OverflowError: ref_cnt is no int, or too large.
+        InvalidArgumentError: ref_cnt is negative.
+
+    vLLM: ``KVCacheBlock``. The links are read-only here, and a pool's block refuses a ``ref_cnt`` that contradicts
+    the free list (BlockStateError).
     """
 
     def __cinit__(self):
@@ -263,6 +265,10 @@ cdef class KVCacheBlock:
 
     @property
     def ref_cnt(self):
+        """Number of users. Set to 0, a block in use becomes detached; set to 1 or more, a detached one is in use.
+
+        A pool's block refuses, with BlockStateError, a negative value and any but 0 while it is queued or null.
+        """
         if in_pool(self):
             return self.home.pool.ref_cnt[self.node]
         return 0 if is_fake(self) else hand_made_state(self).ref_cnt
@@ -289,6 +295,7 @@ cdef class KVCacheBlock:
 
     @property
     def block_hash(self):
+        """Primary key of the block in the prefix cache: digest and group id, None if it has none."""
         cdef int32_t entry
         cdef bytes key = None
         if not in_pool(self):
@@ -302,6 +309,7 @@ cdef class KVCacheBlock:
 
     @property
     def block_hash_num_tokens(self):
+        """Number of tokens of the prefix that ``block_hash`` stands for, None if unknown."""
         cdef int32_t entry, num_tokens = KVP_TOKENS_UNKNOWN
         if not in_pool(self):
             return None if is_fake(self) else hand_made_state(self).num_tokens
@@ -328,6 +336,7 @@ cdef class KVCacheBlock:
 
     @property
     def is_null(self):
+        """Whether this is a null block: never written, never free, never cached."""
         if in_pool(self):
             return self.node == KVP_NULL_BLOCK
         return False if is_fake(self) else hand_made_state(self).is_null
@@ -340,10 +349,12 @@ cdef class KVCacheBlock:
 
     @property
     def pool(self):
+        """The pool that owns the block; None for a hand-made one and after the pool is gone."""
         return None if self.home is None or self.home.owner is None else self.home.owner()
 
     @property
     def prev_free_block(self):
+        """Neighbour towards the head of the free list, None if not queued."""
         cdef BlockHome home = self.home
         cdef int32_t before
         if home is None or self.node == FAKE_HEAD or (self.node == FAKE_TAIL and home.tail_severed):
@@ -359,6 +370,7 @@ cdef class KVCacheBlock:
 
     @property
     def next_free_block(self):
+        """Neighbour towards the tail of the free list, None if not queued."""
         cdef BlockHome home = self.home
         cdef int32_t after
         if home is None or self.node == FAKE_TAIL or (self.node == FAKE_HEAD and home.head_severed):
@@ -384,10 +396,10 @@ cdef class KVCacheBlock:
             self.home.head_severed = True
 
     def set_block_hash(self, block_hash, num_tokens=None):
-        """Gives a block without one a hash. It becomes reachable by ``BlockHashToBlockMap.insert``.
+        """Give the block a hash, without making it reachable through the prefix cache.
 
         Raises:
-            BlockStateError: the block has a hash, or is the null block.
+            BlockStateError: it has one already, or is a pool's null block.
         """
         cdef kvp_key_t key
         cdef kvp_fault_t fault
@@ -411,7 +423,7 @@ cdef class KVCacheBlock:
         state.num_tokens = num_tokens
 
     def reset_hash(self):
-        """Takes the block's hash away, out of the prefix map too: a key never outlives the tokens it stands for."""
+        """Take the block's hash away; a pool's prefix cache forgets that key of the block as well."""
         cdef HandMade state
         if in_pool(self):
             kvpool_lock_acquire(&self.home.lock)

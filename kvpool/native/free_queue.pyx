@@ -69,15 +69,22 @@ cdef int leave_home(KVCacheBlock block) except -1:
 @cython.final
 @cython.no_gc
 cdef class FreeKVCacheBlockQueue:
-    """Doubly linked list of free blocks in order of reuse, as vLLM's ``FreeKVCacheBlockQueue``. Every call is O(1) a
-    block.
+    """FreeKVCacheBlockQueue(blocks)\n--\n\n\
+    Free blocks in the order of their reuse, a doubly linked list whose head is reused first.
 
-    ``pool.free_block_queue`` is a view of the pool's list and changes the pool: what it takes out is detached (ref_cnt
-    0, neither queued nor in use), what it takes in must be detached. ``FreeKVCacheBlockQueue(blocks)`` queues hand-made
-    blocks.
+    ``pool.free_block_queue`` is that of a pool and changes the pool: what is taken out is detached (``ref_cnt`` 0,
+    neither queued nor in use), what is put in must be detached. ``FreeKVCacheBlockQueue(blocks)`` queues hand-made
+    blocks. Every method is O(blocks it is given or returns), wherever they are in the list.
 
     Args:
-        blocks: hand-made blocks, in order of reuse, each once and in no other queue.
+        blocks: hand-made blocks, the first content, head first; none may be in a queue already or appear twice
+            (BlockStateError).
+
+    Attributes:
+        fake_free_list_head, fake_free_list_tail: the ends, blocks with id -1 that are never popped; the neighbour of
+            each is the first or last block, or the other end.
+
+    vLLM: ``FreeKVCacheBlockQueue``.
     """
     cdef BlockHome home
     cdef HandleTable table
@@ -216,12 +223,8 @@ cdef class FreeKVCacheBlockQueue:
 
     @property
     def num_free_blocks(self):
-        """Number of blocks in the queue. Set to less, by code that plays a full cache as vLLM's tests do, the last
-        blocks are set aside, detached; set to more, they come back to the end.
-
-        Raises:
-            BlockStateError: more than there are, those set aside included; nothing has changed.
-        """
+        """Number of queued blocks. Set to less, by code that plays a full cache as vLLM's tests do, the last blocks are
+        set aside, detached; set to more, they come back to the end. BlockStateError for more than there are."""
         self.check_open()
         return self.home.links.num_free
 
@@ -255,14 +258,19 @@ cdef class FreeKVCacheBlockQueue:
         return fake_end(self.home, FAKE_TAIL)
 
     def popleft(self):
-        """Takes the first block. Raises NoFreeBlocksError (a ValueError) when the queue is empty."""
+        """Take the block at the head. NoFreeBlocksError (a ValueError) if there is none."""
         self.check_open()
         if self.home.links.num_free == 0:
             raise NoFreeBlocksError("No free blocks available")
         return self.pop(1)[0]
 
     def popleft_n(self, n):
-        """Takes the first n blocks. Raises NoFreeBlocksError (an AssertionError too) when there are fewer."""
+        """Take n blocks from the head.
+
+        Raises:
+            NoFreeBlocksError: fewer are queued (an AssertionError too, as in vLLM); nothing has changed.
+            TypeError, InvalidArgumentError: n is no int, or negative.
+        """
         self.check_open()
         cdef int32_t count = parse_count(n)
         if count > self.home.links.num_free:
@@ -270,7 +278,7 @@ cdef class FreeKVCacheBlockQueue:
         return self.pop(count)
 
     def remove(self, block):
-        """Takes one block out of the middle. Raises BlockStateError (a RuntimeError) when it is not in this queue."""
+        """Take a block out of the middle. BlockStateError (a RuntimeError) if it is not in this queue."""
         cdef kvp_status_t status = KVP_ERR_NOT_QUEUED
         self.check_open()
         if type(block) is not KVCacheBlock:
@@ -286,22 +294,23 @@ cdef class FreeKVCacheBlockQueue:
             raise BlockStateError(f"remove() called on an invalid block: {block!r} is not in this queue")
 
     def append(self, block):
-        """Puts a block at the end."""
+        """Put a block at the tail: reused last. BlockStateError if it is in a queue already."""
         self.check_open()
         self.link((block,), KVP_PLACE_TAIL, "append")
 
     def append_n(self, blocks):
-        """Puts blocks at the end, in the given order. All or nothing."""
+        """Put blocks at the tail in the given order. BlockStateError, and nothing changed, if one is in a queue
+        already or appears twice."""
         self.check_open()
         self.link(blocks, KVP_PLACE_TAIL, "append_n")
 
     def prepend_n(self, blocks):
-        """Puts blocks at the front, in the given order: the first one is taken next. All or nothing."""
+        """Put blocks at the head in the given order: the first one is reused next. Errors as ``append_n``."""
         self.check_open()
         self.link(blocks, KVP_PLACE_HEAD, "prepend_n")
 
     def get_all_free_blocks(self):
-        """The blocks in order of reuse. O(num_free_blocks)."""
+        """All queued blocks from head to tail, O(their number). BlockStateError if the head is severed."""
         self.check_open()
         if self.home.head_severed:
             raise BlockStateError("get_all_free_blocks: this end of the queue has been cut off")
@@ -313,8 +322,12 @@ cdef class FreeKVCacheBlockQueue:
         return blocks
 
     def iter_blocks_after(self, cursor):
-        """Iterates over the blocks after ``cursor`` (None: from the first) in order of reuse. Each step reads the
-        list as it is then; the walk ends where a block was taken out under it."""
+        """Blocks behind the cursor (None: from the head) in the order of their reuse; none if it is not queued.
+
+        Each step reads the list as it is then; the walk ends where a block was taken out under it.
+
+        BlockStateError: the cursor is queued elsewhere, or belongs to a pool that this is not the queue of.
+        """
         if cursor is not None and (type(cursor) is not KVCacheBlock or not self.may_hold(cursor)):
             raise BlockStateError(f"iter_blocks_after: {cursor!r} is a block of another queue")
         block = self.fake_free_list_head if cursor is None else cursor

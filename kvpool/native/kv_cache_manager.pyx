@@ -88,7 +88,7 @@ cdef class GroupTables:
 
 
 cdef class KVCacheManagerBase:
-    """Hot half of ``KVCacheManager``; see there. ``bind_full_attention`` or ``bind_groups`` turn it on."""
+    """Hot half of ``KVCacheManager``; see there. ``_bind_full_attention`` or ``_bind_groups`` turn it on."""
     cdef PrefixCache pool
     cdef list groups        # of GroupTables
     cdef Py_ssize_t hash_size
@@ -103,13 +103,13 @@ cdef class KVCacheManagerBase:
     cdef Py_ssize_t watermark
     cdef bint caches
 
-    def unbind(self):
+    def _unbind(self):
         """From now on every call goes to the general code."""
         self.pool = None
         self.groups = None
 
-    def bind_full_attention(self, PrefixCache pool not None, manager, blocks_class, no_blocks, max_model_len,
-                            watermark_blocks):
+    def _bind_full_attention(self, PrefixCache pool not None, manager, blocks_class, no_blocks, max_model_len,
+                             watermark_blocks):
         """Serves plain calls from here, but for blocks of a size that no number of tokens here reaches.
 
         Args:
@@ -131,8 +131,8 @@ cdef class KVCacheManagerBase:
         self.caches = manager.enable_caching
         self.pool = pool
 
-    def bind_groups(self, PrefixCache pool not None, groups, no_blocks, max_model_len, watermark_blocks,
-                    bint enable_caching, hash_block_size):
+    def _bind_groups(self, PrefixCache pool not None, groups, no_blocks, max_model_len, watermark_blocks,
+                     bint enable_caching, hash_block_size):
         """Serves the steps that change nothing from here.
 
         Args:
@@ -173,6 +173,38 @@ cdef class KVCacheManagerBase:
                        num_lookahead_tokens=0, num_external_computed_tokens=0, delay_cache_blocks=False,
                        num_encoder_tokens=0, full_sequence_must_fit=False, reserved_blocks=0, has_scheduled_reqs=True,
                        skip_zeroing_group_ids=()):
+        """Give the request slots for its next tokens, and publish the blocks that these fill.
+
+        Args:
+            request: its ``num_computed_tokens`` are those before this call.
+            num_new_tokens: tokens to be computed, drafts included.
+            num_new_computed_tokens, new_computed_blocks: the hit, as from ``get_computed_blocks``; only for a request
+                that has no blocks yet.
+            num_lookahead_tokens: slots beyond the new tokens, for drafts to come.
+            num_external_computed_tokens: tokens after the hit whose contents come from elsewhere.
+            delay_cache_blocks: publish nothing now; ``cache_blocks`` does when the contents have come.
+            num_encoder_tokens: length of the encoder's input, for cross-attention groups.
+            full_sequence_must_fit: None unless the free blocks suffice for all of ``request.num_tokens``.
+            reserved_blocks: free blocks that must be left over.
+            has_scheduled_reqs: whether others run in this step, so that the watermark counts for a request that does
+                not run yet.
+            skip_zeroing_group_ids: groups whose external blocks are not listed in ``take_new_block_ids``.
+
+        Returns:
+            The new blocks per group, without the hit; None if too few blocks are free. Then nothing has changed but
+            one thing, as in vLLM: blocks of this request that no token will attend to any more are free.
+
+        Raises:
+            InvalidArgumentError: nothing to allocate, a negative number, computed blocks with caching off or for a
+                request that has blocks, more computed tokens than it has or can have, fewer block hashes than tokens,
+                full blocks of tokens beyond ``max_model_len`` to publish. Nothing has changed.
+            BlockStateError: with ``verify_hits``, a block of the hit was given away since the lookup. Nothing has
+                changed; look up again. More tokens are computed than a state reaches that is to be copied.
+            TypeError: a number that is no integer. Nothing has changed.
+            NoFreeBlocksError: the request's counts don't go with its tables. Nothing has changed, as for None.
+
+        O(new blocks), and for the first call O(blocks of the hit).
+        """
         cdef object blocks
         cdef Py_ssize_t num_new = plain_number(num_new_tokens)
         cdef Py_ssize_t num_lookahead = plain_number(num_lookahead_tokens)
@@ -198,6 +230,17 @@ cdef class KVCacheManagerBase:
         )
 
     def allocate_decode(self, requests):
+        """One new token for each of the requests: ``[allocate_slots(request, 1) for request in requests]``.
+
+        Returns:
+            Per request the new blocks, mostly none, or None where too few blocks were free. Later requests may fit
+            where an earlier one did not.
+
+        Raises:
+            InvalidArgumentError: a negative number of computed tokens, fewer block hashes than tokens, a full block of
+                tokens beyond ``max_model_len`` to publish. Nothing has changed for any of the requests.
+            BlockStateError: see ``allocate_slots``. Nothing has changed for any of the requests.
+        """
         cdef list batch = list(requests)
         cdef list results
         cdef Py_ssize_t i
@@ -429,6 +472,13 @@ cdef class KVCacheManagerBase:
         return count
 
     def get_computed_blocks(self, request):
+        """The longest cached prefix of the request, to be handed to ``allocate_slots``. Takes no reference.
+
+        At least one token is left to compute: its logits are wanted. O(blocks of the request).
+
+        Returns:
+            The blocks per group, and the number of tokens that they hold.
+        """
         cdef BlockSequence hits
         if not self.looks_up(request):
             return super().get_computed_blocks(request)
@@ -438,6 +488,14 @@ cdef class KVCacheManagerBase:
         return self.blocks_class((hits,)), hits.length * self.block_size
 
     def get_computed_blocks_and_boundary(self, request):
+        """``get_computed_blocks``, and the token where a group that keeps few states should keep one.
+
+        Some groups (sliding window and Mamba under sparse retention) may have cached less of a prompt than others.
+        Where the others' hit ends, prompts part: set ``request.shared_prefix_boundary`` to this, and the state there
+        is kept the next time. 0 where all groups agree.
+
+        vLLM: ``get_computed_blocks``.
+        """
         cdef BlockSequence hits
         if not self.looks_up(request):
             return super().get_computed_blocks_and_boundary(request)
@@ -479,6 +537,7 @@ cdef class KVCacheManagerBase:
     # ---- giving back ----
 
     def free(self, request):
+        """Give all blocks of the request back, the last ones to be reused first. Nothing happens if it has none."""
         cdef BlockSequence table
         if self.pool is None:
             super().free(request)

@@ -67,6 +67,11 @@ cdef int read_table(list table, Py_ssize_t n, int32_t *ids, bint is_reversed) ex
 
 
 def allocate_table(pool, num_blocks):
+    """``pool.allocate_ids`` as a new list. O(num_blocks).
+
+    Raises:
+        NoFreeBlocksError: there are fewer; nothing has changed.
+    """
     if not is_plain(pool):
         return operations.allocate_table(pool, num_blocks)
     cdef BlockHome home = (<BlockAllocator>pool).the_home()
@@ -99,6 +104,7 @@ def allocate_table(pool, num_blocks):
 
 
 def touch_table(pool, list block_ids not None):
+    """``pool.touch_ids`` of a list. O(len)."""
     if not is_plain(pool):
         return operations.touch_table(pool, block_ids)
     cdef Py_ssize_t n = PyList_GET_SIZE(block_ids)
@@ -113,6 +119,7 @@ def touch_table(pool, list block_ids not None):
 
 
 def free_table(pool, list table not None):
+    """``pool.free_ids`` of a list, the last block first, so that a prefix is evicted from its end. O(len)."""
     if not is_plain(pool) or (<BlockAllocator>pool).on_invalid_free == "warn":
         return operations.free_table(pool, table)
     cdef BlockHome home = (<BlockAllocator>pool).the_home()
@@ -132,6 +139,12 @@ def free_table(pool, list table not None):
 
 
 def find_prefix_of_tokens(pool, hasher, list token_ids not None, max_blocks):
+    """Cached blocks of the longest prefix, up to the first miss or ``max_blocks``. O(tokens of the hit), with hashing.
+
+    Args:
+        hasher: a ``BlockHasher``, the one that ``cache_completed_blocks`` is given.
+        token_ids: from the start of the prompt.
+    """
     if not is_plain(pool) or not can_hash(hasher):
         return operations.find_prefix_of_tokens(pool, hasher, token_ids, max_blocks)
     cdef Py_ssize_t most = min(index(max_blocks), INT32_MAX)
@@ -203,6 +216,17 @@ cdef int32_t cache_or_replace(BlockHome home, bytes digest, int32_t block_id) ex
 
 
 def cache_completed_blocks(pool, hasher, list table not None, list token_ids not None, max_new_blocks):
+    """Make the first blocks of a table that have no hash reachable by the tokens up to their end. A block whose tokens
+    are cached already is given back, and the cached one takes its place in the table.
+    O(log(len(table)) + tokens of the new blocks), with hashing.
+
+    Args:
+        token_ids: of the request, from the start; only full blocks of them count.
+        max_new_blocks: so many blocks at most.
+
+    Raises:
+        KvpoolError: KV cache events are on, which this call knows too little for.
+    """
     if not is_plain(pool) or not can_hash(hasher):
         return operations.cache_completed_blocks(pool, hasher, table, token_ids, max_new_blocks)
     cdef BlockHome home = (<BlockAllocator>pool).the_home()

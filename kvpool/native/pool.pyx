@@ -65,8 +65,20 @@ cdef class BlockPoolBase(PrefixCache):
     """See ``BlockPool``."""
 
     def allocate_ids(self, n, out=None):
-        """As ``get_new_blocks``, but ids: a new int32 array of n, or ``out``, a writable int32 buffer of n items.
-        O(n)."""
+        """Take blocks as ``get_new_blocks`` does, and return their ids. O(n).
+
+        Args:
+            n: number of blocks.
+            out: a writable int32 buffer of exactly n items to fill, or None.
+
+        Returns:
+            out, or a new int32 array of shape (n,).
+
+        Raises:
+            NoFreeBlocksError: fewer are free (a ValueError, as in vLLM); nothing has changed.
+            TypeError: n is no int, or out no writable int32 buffer.
+            InvalidArgumentError: n is negative, or out of another length.
+        """
         cdef BlockHome home = self.the_home()
         cdef int32_t count = parse_count(n)
         cdef IdBuffer buffer
@@ -103,7 +115,8 @@ cdef class BlockPoolBase(PrefixCache):
         return out
 
     def free_ids(self, ids, bint prepend=False):
-        """As ``free_blocks`` for an int32 buffer of ids. O(len)."""
+        """Give references back as ``free_blocks`` does, by ids: an int32 buffer of shape (n,). An id outside the pool
+        is an invalid entry like any other: BlockStateError, or skipped. O(n)."""
         cdef BlockHome home = self.the_home()
         cdef IdBuffer buffer
         cdef const int32_t *data
@@ -131,7 +144,8 @@ cdef class BlockPoolBase(PrefixCache):
         return counts
 
     def touch_ids(self, ids):
-        """As ``touch`` for an int32 buffer of ids. O(len)."""
+        """Add references as ``touch`` does, by ids: an int32 buffer of shape (n,). BlockStateError names an id outside
+        the pool. O(n)."""
         self.the_home()
         cdef IdBuffer buffer
         cdef const int32_t *data
@@ -153,14 +167,15 @@ cdef class BlockPoolBase(PrefixCache):
         return 0
 
     def find_prefix_ids(self, block_hashes, group_id=0, max_blocks=None):
-        """Ids of the longest cached prefix: the first inserted block of each hash up to the first miss.
+        """Ids of the first cached block of each hash, up to the first miss.
 
         Args:
-            block_hashes: sequence of digests (bytes), in token order.
-            max_blocks: at most so many; None: no limit.
+            block_hashes: digests in token order.
+            group_id: KV cache group.
+            max_blocks: where to stop at the latest, None for no limit.
 
         Returns:
-            int32 array, shape [hits]. O(hits).
+            An int32 array of shape (hits,). O(hits).
         """
         self.the_home()
         cdef uint32_t group = parse_group(group_id)
@@ -178,12 +193,18 @@ cdef class BlockPoolBase(PrefixCache):
         return found
 
     def cache_ids(self, block_hashes, ids, group_id=0):
-        """Makes block ``ids[i]`` reachable under ``block_hashes[i]``; the null block is passed over. O(len).
+        """Make blocks reachable by their hashes. Null blocks and blocks that have the hash already are skipped. O(n).
+
+        Args:
+            block_hashes: one digest per id.
+            ids: int32 buffer of shape (n,).
+            group_id: KV cache group.
 
         Raises:
-            BlockStateError: a block carries another hash, or is in the batch twice; nothing has changed. The same
-                hash again is no error.
-            KvpoolError: KV cache events are on: an event needs the tokens, use ``cache_full_blocks``.
+            BlockStateError: a block carries another hash or is in the batch twice, an id is not of the pool. Nothing
+                has changed.
+            InvalidArgumentError: not one digest per id, or one over 32 bytes.
+            KvpoolError: events are enabled; they name tokens, which this call does not know.
         """
         self.the_home()
         if self.enable_kv_cache_events:

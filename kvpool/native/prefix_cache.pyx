@@ -1,4 +1,4 @@
-"""Second third of the native pool: which blocks a hash leads to, and which hashes a block carries."""
+"""The prefix cache of the native pool: which blocks a hash leads to, and which hashes a block carries."""
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
@@ -38,7 +38,12 @@ cdef class PrefixCache(BlockAllocator):
     """See ``BlockPool``."""
 
     def get_cached_block(self, block_hash, kv_cache_group_ids):
-        """The first inserted block of this hash in each group, or None if any group has none. O(groups)."""
+        """The first cached block with this hash in each group, or None if one of the groups has none. O(groups).
+
+        Raises:
+            TypeError, InvalidArgumentError: block_hash is not bytes, or over 32 long.
+            OverflowError: a group id is negative or needs over 4 bytes.
+        """
         cdef BlockHome home = self.the_home()
         cdef list groups = kv_cache_group_ids if type(kv_cache_group_ids) is list else list(kv_cache_group_ids)
         cdef list found = []
@@ -78,19 +83,23 @@ cdef class PrefixCache(BlockAllocator):
 
     def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id,
                           block_mask=None):
-        """Gives the full blocks [num_cached_blocks, num_full_blocks) of a request their hashes and makes them
-        reachable, as vLLM's ``BlockPool.cache_full_blocks``. O(num_full_blocks - num_cached_blocks).
+        """Make the full blocks [num_cached_blocks, num_full_blocks) of a request reachable by their hashes.
+
+        A block that carries the hash of fewer tokens (a partial block that has filled up) loses it first.
+        O(num_full_blocks - num_cached_blocks).
 
         Args:
-            request: has ``block_hashes``, one digest (bytes) per ``hash_block_size`` tokens.
-            blocks: the request's blocks in token order; null blocks are passed over.
-            block_size: tokens a block, a multiple of ``hash_block_size``.
-            block_mask: one bool per block of the range; False is passed over.
+            request: its ``block_hashes`` has one digest per ``hash_block_size`` tokens.
+            blocks: all blocks of the request in token order. Null blocks are skipped.
+            num_cached_blocks, num_full_blocks: how many were cached before and are to be cached after.
+            block_size: tokens per block, a multiple of ``hash_block_size``.
+            kv_cache_group_id: group that the blocks belong to.
+            block_mask: one entry per block of the range; False skips the block.
 
         Raises:
-            BlockStateError: a block of the range carries a hash that covers as many tokens or more, or is in it twice;
-                nothing has changed. One that covers fewer tokens (a partial block that is full now) is replaced.
-            InvalidArgumentError: too few hashes or blocks, or a mask of another length.
+            BlockStateError: a block carries the hash of as many tokens or of an unknown number, is in the range
+                twice, or belongs to another pool or to none. Nothing has changed.
+            InvalidArgumentError: too few blocks or hashes, a mask or a block size that does not fit.
         """
         if self.enable_kv_cache_events:
             return self._cache_full_blocks_observed(request, blocks, num_cached_blocks, num_full_blocks, block_size,

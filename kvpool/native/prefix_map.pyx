@@ -51,11 +51,14 @@ cdef int32_t parse_wanted_id(object block_id) noexcept:
 
 @cython.final
 cdef class BlockHashToBlockMap:
-    """From a key (digest + 4-byte big-endian group id) to the blocks that hold its tokens, in insertion order, as
-    vLLM's ``BlockHashToBlockMap``. Lookups, insertions and removals are O(1) in the number of keys.
+    """BlockHashToBlockMap()\n--\n\n\
+    The blocks that hold the tokens of a hash: from a key (digest and group id) to blocks in insertion order.
 
-    ``pool.cached_block_hash_to_block`` is a view of the pool's map and changes the pool. ``BlockHashToBlockMap()``
-    stands alone and takes hand-made blocks.
+    ``pool.cached_block_hash_to_block`` is that of a pool and changes the pool. ``BlockHashToBlockMap()`` stands alone
+    and takes hand-made blocks. Keys are bytes, 4 to 36 long (``make_block_hash_with_group_id``): else TypeError or
+    InvalidArgumentError. ``len`` is the number of keys. All methods are O(1).
+
+    vLLM: ``BlockHashToBlockMap``.
     """
     cdef BlockHome home     # None: stand-alone
     cdef kvp_map_t *map
@@ -83,7 +86,7 @@ cdef class BlockHashToBlockMap:
         return &self.lock if self.owns_map else &self.home.lock
 
     def get_one_block(self, key):
-        """The first inserted of the key's blocks, or None."""
+        """The first inserted of the key's blocks, None if there is none."""
         cdef kvp_key_t parsed
         cdef kvpool_lock_t *lock = self.the_lock()
         parse_key(key, &parsed)
@@ -96,7 +99,7 @@ cdef class BlockHashToBlockMap:
         return self.blocks[entry] if self.owns_map else handle_of(self.home, block_id)
 
     def contain(self, key, block_id):
-        """Whether the key leads to this block."""
+        """Whether the key leads to the block with this id."""
         cdef kvp_key_t parsed
         cdef kvpool_lock_t *lock = self.the_lock()
         cdef int32_t wanted = parse_wanted_id(block_id)
@@ -107,7 +110,7 @@ cdef class BlockHashToBlockMap:
         return entry != KVP_NONE or (self.hand_made is not None and self.hand_made.contain(key, block_id))
 
     def insert(self, key, block):
-        """Makes the block reachable under the key, after the blocks that are; no-op if it is one of them."""
+        """Make the key lead to the block, behind those it leads to already; the same id twice is one entry."""
         cdef kvp_key_t parsed
         cdef kvp_fault_t fault
         cdef kvp_status_t status
@@ -138,7 +141,7 @@ cdef class BlockHashToBlockMap:
         self.blocks[entry] = block
 
     def pop(self, key, block_id):
-        """Takes the (key, block) pair out and returns the block, or None (and no change) if there is no such pair."""
+        """Take one block from under the key. None, and nothing changed, if the key does not lead to that id."""
         cdef kvp_key_t parsed
         cdef int32_t entry
         cdef kvpool_lock_t *lock = self.the_lock()

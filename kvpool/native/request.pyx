@@ -123,14 +123,17 @@ cdef class RequestBase:
 
     @property
     def num_tokens(self):
+        """Number of tokens, prompt and output."""
         return PyList_GET_SIZE(self._all_token_ids)
 
     @property
     def num_output_tokens(self):
+        """Number of output tokens so far."""
         return PyList_GET_SIZE(self._output_token_ids)
 
     @property
     def num_tokens_with_spec(self):
+        """Number of tokens, the drafts in ``spec_token_ids`` included."""
         return PyList_GET_SIZE(self._all_token_ids) + <Py_ssize_t>len(self.spec_token_ids)
 
     cdef list current_hashes(self):
@@ -145,6 +148,7 @@ cdef class RequestBase:
 
     @property
     def block_hashes(self):
+        """A digest per full hash block, in token order; those of tokens that were changed by hand are gone."""
         return self.current_hashes()
 
     @block_hashes.setter
@@ -183,7 +187,7 @@ cdef class RequestBase:
         return 0
 
     def append_output_token_ids(self, token_ids):
-        """Adds one output token or several, and the hashes of blocks that are full now. O(new tokens).
+        """Add one output token or several, and the hashes of blocks that are full now. O(new tokens).
 
         Raises:
             TypeError: a token that is no integer.
@@ -218,5 +222,5 @@ cdef class RequestBase:
         self._before_append = before
 
     def update_block_hashes(self):
-        """Brings ``block_hashes`` up to date: stale ones go, those of new full blocks come."""
+        """Bring ``block_hashes`` up to date: stale ones go, those of new full blocks come."""
         self.refresh()

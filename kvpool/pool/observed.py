@@ -28,11 +28,21 @@ logger = logging.getLogger("kvpool")
 
 
 class PoolOperations(PoolEvents):
-    """Mixed into ``BlockPool`` in front of its base.
+    """The blocks of one KV cache: allocates, shares, caches, evicts and frees them.
+
+    A block that nobody uses any more is free, but keeps its hash, to be found again until it is reused. Every call that
+    changes something is all or nothing. Creation is O(num_gpu_blocks).
 
     Args:
-        num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events, metrics_collector, medium,
-        uncached_first, on_invalid_free: as for the base.
+        num_gpu_blocks: size of the pool, at least 1; block 0 is the null block, so one less can be allocated.
+        enable_caching: whether blocks keep their hashes when they are freed, to be hit again.
+        hash_block_size: tokens per block hash of a request.
+        enable_kv_cache_events: whether to record what is stored and removed, see ``take_events``.
+        metrics_collector: told of allocations, accesses and evictions; see ``KVCacheMetricsCollector``.
+        medium: medium that events name.
+        uncached_first: freed blocks without a hash are reused first and last in, first out; False sends all freed
+            blocks to the tail.
+        on_invalid_free: "raise", or "warn" to skip, log and count the offending entries of a free.
         strict_partial: ``cache_partial_block`` refuses a boundary that is not beyond the one that the block stands
             for; by default (as vLLM) it makes the shorter, dead prefix reachable again.
         dedup_events: publish a hash when its first copy is stored and when its last copy is removed, not for each
@@ -43,8 +53,20 @@ class PoolOperations(PoolEvents):
             in ``dropped_events``; what is queued stays, so the stream is right up to the gap. A reset replaces a
             full queue by its AllBlocksCleared, which is where a consumer is in step again.
 
-    Attributes:
+    Attributes, beside the arguments:
+        blocks: all blocks by id, read-only.
+        null_block: block 0, which stands in tables for what is not kept; never allocated, freed or cached.
+        free_block_queue: the free list, a ``FreeKVCacheBlockQueue``.
+        cached_block_hash_to_block: the prefix map, a ``BlockHashToBlockMap``.
+        cached_block_hashes_by_block: block id to the keys that lead to the block beside its ``block_hash``; read-only.
+        stats: counters since creation, ``evictions`` (free blocks that lost a hash because they were reused) and
+            ``invalid_frees`` (entries that a free skipped under ``on_invalid_free="warn"``).
         dropped_events: events lost to ``max_queued_events``.
+        event_format: what events are made of, an ``EventFormat``; an engine puts its own there.
+
+    Raises:
+        TypeError: num_gpu_blocks or hash_block_size is no int.
+        InvalidArgumentError: one of them or max_queued_events is below 1, or on_invalid_free is unknown.
 
     vLLM: ``BlockPool``, which has none of the four options.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class BlockPool(PoolOperations, BlockPoolBase):
-    """The block pool in plain Python; see ``PoolOperations`` for its arguments."""
+    __doc__ = PoolOperations.__doc__
 
 
 __all__ = [

@@ -21,15 +21,20 @@ def refuse_copy(what: str) -> NoReturn:
 
 
 class KVCacheBlock:
-    """One block of a pool, or a hand-made one for a stand-alone queue or map.
+    """One block of a KV cache: its id, number of users, hash and place in the free list.
 
-    A block is in use (``ref_cnt`` > 0), queued (in a free list) or detached (neither: taken from the free list by
-    hand). Equality is identity.
+    ``pool.blocks[block_id]`` is always the same object; equality is identity. A block is in use (``ref_cnt`` > 0),
+    queued (in a free list) or detached (neither: taken from the free list by hand). ``KVCacheBlock(block_id)`` makes
+    one that belongs to no pool, for stand-alone queues and maps.
 
     Args:
         block_id: index of the block in the cache tensors.
         ref_cnt: number of users, >= 0.
         is_null: whether it stands for a block that is never written.
+
+    Raises:
+        TypeError, OverflowError: ref_cnt is no int, or too large.
+        InvalidArgumentError: ref_cnt is negative.
 
     vLLM: ``KVCacheBlock``. The links are read-only here, and a pool's block refuses a ``ref_cnt`` that contradicts
     the free list (BlockStateError).
@@ -83,12 +88,12 @@ class KVCacheBlock:
 
     @property
     def block_id(self) -> int:
-        """Index of the block in the cache tensors."""
+        """Index of the block in the cache tensors; -1 for the two fake ends of a queue."""
         return self._block_id
 
     @property
     def pool(self) -> BlockPoolBase | None:
-        """The pool that owns the block, None for a hand-made one."""
+        """The pool that owns the block; None for a hand-made one and after the pool is gone."""
         return self._pool
 
     @property
@@ -170,7 +175,7 @@ class KVCacheBlock:
         self._block_hash_num_tokens = num_tokens
 
     def reset_hash(self) -> None:
-        """Take the primary hash away; a pool's prefix cache forgets that key of the block as well."""
+        """Take the block's hash away; a pool's prefix cache forgets that key of the block as well."""
         if self._pool is not None:
             self._pool._forget_primary_hash(self)
         self._block_hash = None

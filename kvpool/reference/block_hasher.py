@@ -44,4 +44,4 @@ class BlockHasherBase:
 
 
 class BlockHasher(BlockHashing, BlockHasherBase):
-    """The block hasher in plain Python; see ``BlockHashing`` for its arguments."""
+    __doc__ = BlockHashing.__doc__

@@ -66,15 +66,19 @@ class _QueueEnd(KVCacheBlock):
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks in the order of their reuse, over hand-made blocks.
+    """Free blocks in the order of their reuse, a doubly linked list whose head is reused first.
 
-    Every method is O(blocks it is given or returns), wherever they are in the list.
+    ``pool.free_block_queue`` is that of a pool and changes the pool: what is taken out is detached (``ref_cnt`` 0,
+    neither queued nor in use), what is put in must be detached. ``FreeKVCacheBlockQueue(blocks)`` queues hand-made
+    blocks. Every method is O(blocks it is given or returns), wherever they are in the list.
 
     Args:
-        blocks: the first content, head first; none may be in a queue already or appear twice (BlockStateError).
+        blocks: hand-made blocks, the first content, head first; none may be in a queue already or appear twice
+            (BlockStateError).
 
     Attributes:
-        fake_free_list_head, fake_free_list_tail: the ends, blocks with id -1 that are never popped.
+        fake_free_list_head, fake_free_list_tail: the ends, blocks with id -1 that are never popped; the neighbour of
+            each is the first or last block, or the other end.
 
     vLLM: ``FreeKVCacheBlockQueue``.
     """
@@ -163,7 +167,7 @@ class FreeKVCacheBlockQueue:
         self._num_free += len(blocks)
 
     def popleft(self) -> KVCacheBlock:
-        """Take the head. NoFreeBlocksError if there is none."""
+        """Take the block at the head. NoFreeBlocksError (a ValueError) if there is none."""
         if self._num_free == 0:
             raise NoFreeBlocksError("No free blocks available")
         return self.popleft_n(1)[0]
@@ -172,7 +176,7 @@ class FreeKVCacheBlockQueue:
         """Take n blocks from the head.
 
         Raises:
-            NoFreeBlocksError: fewer are queued.
+            NoFreeBlocksError: fewer are queued (an AssertionError too, as in vLLM); nothing has changed.
             TypeError, InvalidArgumentError: n is no int, or negative.
         """
         n = check_num_blocks(n)
@@ -197,7 +201,7 @@ class FreeKVCacheBlockQueue:
         return popped
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a block out of the middle. BlockStateError if it is not in this queue."""
+        """Take a block out of the middle. BlockStateError (a RuntimeError) if it is not in this queue."""
         if not isinstance(block, KVCacheBlock):
             raise TypeError(f"a free list holds KVCacheBlock, not {type(block).__name__}")
         before, after = block._prev, block._next
@@ -249,6 +253,8 @@ class FreeKVCacheBlockQueue:
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """Blocks behind the cursor (None: from the head) in the order of their reuse; none if it is not queued.
+
+        Each step reads the list as it is then; the walk ends where a block was taken out under it.
 
         BlockStateError: the cursor is queued elsewhere, or belongs to a pool that this is not the queue of.
         """

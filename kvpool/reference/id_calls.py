@@ -22,7 +22,7 @@ class IdCalls(PrefixCache):
     """Part of ``BlockPoolBase``, over its calls that take block objects."""
 
     def allocate_ids(self, n: int, out: Any = None) -> Any:
-        """``get_new_blocks`` as ids.
+        """Take blocks as ``get_new_blocks`` does, and return their ids. O(n).
 
         Args:
             n: number of blocks.
@@ -30,6 +30,11 @@ class IdCalls(PrefixCache):
 
         Returns:
             out, or a new int32 array of shape (n,).
+
+        Raises:
+            NoFreeBlocksError: fewer are free (a ValueError, as in vLLM); nothing has changed.
+            TypeError: n is no int, or out no writable int32 buffer.
+            InvalidArgumentError: n is negative, or out of another length.
         """
         n = check_num_blocks(n)
         if out is not None and len(ids_of_buffer(out, is_written=True)) != n:
@@ -48,8 +53,8 @@ class IdCalls(PrefixCache):
         return out
 
     def free_ids(self, ids: Any, prepend: bool = False) -> None:
-        """``free_blocks`` by ids, an int32 buffer of shape (n,). An id outside the pool is an invalid entry like any
-        other: BlockStateError, or skipped."""
+        """Give references back as ``free_blocks`` does, by ids: an int32 buffer of shape (n,). An id outside the pool
+        is an invalid entry like any other: BlockStateError, or skipped. O(n)."""
         if self.on_invalid_free == "warn":  # type: ignore[attr-defined]
             ids = self._without_strange_ids(ids)
         self.free_blocks(self._blocks_of_ids(ids), prepend)  # type: ignore[attr-defined]
@@ -61,7 +66,8 @@ class IdCalls(PrefixCache):
         return counts
 
     def touch_ids(self, ids: Any) -> None:
-        """``touch`` by ids, an int32 buffer of shape (n,). BlockStateError names an id outside the pool."""
+        """Add references as ``touch`` does, by ids: an int32 buffer of shape (n,). BlockStateError names an id outside
+        the pool. O(n)."""
         self.touch(self._blocks_of_ids(ids))  # type: ignore[attr-defined]
 
     def find_prefix_ids(self, block_hashes: BlockHashList, group_id: int = 0, max_blocks: int | None = None) -> Any:
@@ -96,7 +102,7 @@ class IdCalls(PrefixCache):
         return ids
 
     def cache_ids(self, block_hashes: BlockHashList, ids: Any, group_id: int = 0) -> None:
-        """Make blocks reachable by their hashes. Null blocks and blocks that have the hash already are skipped.
+        """Make blocks reachable by their hashes. Null blocks and blocks that have the hash already are skipped. O(n).
 
         Args:
             block_hashes: one digest per id.
@@ -104,7 +110,8 @@ class IdCalls(PrefixCache):
             group_id: KV cache group.
 
         Raises:
-            BlockStateError: a block carries another hash or is in the batch twice, an id is not of the pool.
+            BlockStateError: a block carries another hash or is in the batch twice, an id is not of the pool. Nothing
+                has changed.
             InvalidArgumentError: not one digest per id, or one over 32 bytes.
             KvpoolError: events are enabled; they name tokens, which this call does not know.
         """

@@ -121,10 +121,10 @@ class BlockPoolBase(IdCalls):
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take blocks from the head of the free list, each with one reference. Hashes that they still carry are
-        evicted now, not earlier.
+        evicted now, not earlier. O(num_blocks).
 
         Raises:
-            NoFreeBlocksError: fewer are free.
+            NoFreeBlocksError: fewer are free (a ValueError, as in vLLM); nothing has changed.
             TypeError, InvalidArgumentError: num_blocks is no int, or negative.
         """
         if self.enable_kv_cache_events or self.metrics_collector is not None or self._reuse_watchers:
@@ -140,7 +140,7 @@ class BlockPoolBase(IdCalls):
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock], prepend: bool = False) -> None:
         """Give one reference of each entry back. Blocks that nobody uses any more become free, in the given order:
-        those with a hash at the tail, the others at the head (see ``uncached_first``).
+        those with a hash at the tail, the others at the head (see ``uncached_first``). O(len).
 
         Args:
             ordered_blocks: the block to be reused first comes first; null blocks are skipped, blocks of another pool
@@ -149,7 +149,8 @@ class BlockPoolBase(IdCalls):
 
         Raises:
             BlockStateError: an entry has no reference left to give back (a double free, also within the batch), or
-                belongs to no pool. With ``on_invalid_free="warn"`` such entries are skipped, logged and counted.
+                belongs to no pool; nothing has changed. With ``on_invalid_free="warn"`` such entries are skipped,
+                logged and counted.
         """
         blocks = ordered_blocks if type(ordered_blocks) is list else list(ordered_blocks)
         check_types(blocks, "frees")
@@ -214,10 +215,10 @@ class BlockPoolBase(IdCalls):
         log_skipped("free_blocks", [(place, block) for _, place, block in invalid[:MOST_LINES]], len(invalid))
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add one reference to each entry; free ones leave the free list. Null blocks are skipped.
+        """Add one reference to each entry; free ones leave the free list. Null blocks are skipped. O(len).
 
         Raises:
-            BlockStateError: a block of another pool or of none, or a detached one.
+            BlockStateError: a block of another pool or of none, or a detached one; nothing has changed.
         """
         if type(blocks) is not list:
             blocks = list(blocks)
@@ -269,7 +270,7 @@ class BlockPoolBase(IdCalls):
         return []
 
     def get_num_free_blocks(self) -> int:
-        """Number of free blocks, those with hashes included."""
+        """Number of blocks that can be taken now, cached ones that nobody uses included. O(1)."""
         return self.free_block_queue._num_free
 
     def get_usage(self) -> float:
@@ -281,7 +282,8 @@ class BlockPoolBase(IdCalls):
 
     @property
     def num_evictable_blocks(self) -> int:
-        """Number of free blocks that carry a hash. O(free blocks) here."""
+        """Number of free blocks that carry a hash: what a look-up can still find and an allocation may evict.
+        O(free blocks)."""
         secondary_keys = self._secondary_keys
         return sum(
             block._block_hash is not None or block._block_id in secondary_keys
@@ -290,13 +292,14 @@ class BlockPoolBase(IdCalls):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the block objects, bytes: an estimate, one object's size times their number."""
+        """Memory that the pool takes for its bookkeeping, bytes: its arrays and its table of block objects; in plain
+        Python an estimate, the size of one block object times their number."""
         return sys.getsizeof(self.null_block) * self.num_gpu_blocks
 
     # Checks
 
     def check(self) -> None:
-        """Recompute every invariant, O(num_gpu_blocks + hashes). InvariantError says what is wrong."""
+        """Recompute every invariant of the pool; InvariantError says what is wrong. O(num_gpu_blocks + hashes)."""
         reason = find_violation(self)
         if reason is not None:
             raise InvariantError(reason)

@@ -71,7 +71,7 @@ class PrefixCache:
         self._unmapped_ids: set[int] = set()
 
     def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
-        """The first cached block with this hash in each group, or None if one of the groups has none.
+        """The first cached block with this hash in each group, or None if one of the groups has none. O(groups).
 
         Raises:
             TypeError, InvalidArgumentError: block_hash is not bytes, or over 32 long.
@@ -102,6 +102,7 @@ class PrefixCache:
         """Make the full blocks [num_cached_blocks, num_full_blocks) of a request reachable by their hashes.
 
         A block that carries the hash of fewer tokens (a partial block that has filled up) loses it first.
+        O(num_full_blocks - num_cached_blocks).
 
         Args:
             request: its ``block_hashes`` has one digest per ``hash_block_size`` tokens.
@@ -113,7 +114,7 @@ class PrefixCache:
 
         Raises:
             BlockStateError: a block carries the hash of as many tokens or of an unknown number, is in the range
-                twice, or belongs to another pool or to none.
+                twice, or belongs to another pool or to none. Nothing has changed.
             InvalidArgumentError: too few blocks or hashes, a mask or a block size that does not fit.
         """
         if self.enable_kv_cache_events:

@@ -28,9 +28,11 @@ def wanted_id(block_id: object) -> int | None:
 
 
 class BlockHashToBlockMap:
-    """Blocks by hash, over hand-made blocks. ``len`` is the number of keys.
+    """The blocks that hold the tokens of a hash: from a key (digest and group id) to blocks in insertion order.
 
-    Keys are bytes, 4 to 36 long: else TypeError or InvalidArgumentError. All methods are O(1).
+    ``pool.cached_block_hash_to_block`` is that of a pool and changes the pool. ``BlockHashToBlockMap()`` stands alone
+    and takes hand-made blocks. Keys are bytes, 4 to 36 long (``make_block_hash_with_group_id``): else TypeError or
+    InvalidArgumentError. ``len`` is the number of keys. All methods are O(1).
 
     vLLM: ``BlockHashToBlockMap``.
     """

@@ -134,18 +134,22 @@ class RequestBase:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens, prompt and output."""
         return len(self._all_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
+        """Number of output tokens so far."""
         return len(self._output_token_ids)
 
     @property
     def num_tokens_with_spec(self) -> int:
+        """Number of tokens, the drafts in ``spec_token_ids`` included."""
         return len(self._all_token_ids) + len(self.spec_token_ids)
 
     @property
     def block_hashes(self) -> list[BlockHash]:
+        """A digest per full hash block, in token order; those of tokens that were changed by hand are gone."""
         if self._all_token_ids.first_changed != NOTHING_CHANGED:
             self._drop_stale_hashes()
         return self._block_hashes
@@ -167,7 +171,7 @@ class RequestBase:
         self._before_append = None
 
     def append_output_token_ids(self, token_ids: int | Iterable[int]) -> None:
-        """Adds one output token or several, and the hashes of blocks that are full now. O(new tokens).
+        """Add one output token or several, and the hashes of blocks that are full now. O(new tokens).
 
         Raises:
             TypeError: a token that is no integer.
@@ -204,7 +208,7 @@ class RequestBase:
         self._before_append = before
 
     def update_block_hashes(self) -> None:
-        """Brings ``block_hashes`` up to date: stale ones go, those of new full blocks come."""
+        """Bring ``block_hashes`` up to date: stale ones go, those of new full blocks come."""
         if self._block_hasher is None:
             return
         if self._all_token_ids.first_changed != NOTHING_CHANGED:
@@ -215,4 +219,4 @@ class RequestBase:
 
 
 class Request(RequestOperations, RequestBase):
-    """A request in plain Python; see ``RequestOperations`` for its arguments."""
+    __doc__ = RequestOperations.__doc__

@@ -82,7 +82,7 @@ def _num_prompt_tokens(token_ids: Sequence[int] | None, embeddings: Any) -> int:
 
 
 class RequestOperations:
-    """Mixed into ``Request`` in front of its base: one sequence of tokens, from its arrival to its end.
+    """One sequence of tokens that is served, from its arrival to its end.
 
     Args:
         request_id: unique among the requests that live at a time.
@@ -224,17 +224,20 @@ class RequestOperations:
 
     @property
     def num_encoder_inputs(self) -> int:
+        """Number of multimodal inputs."""
         return len(self.mm_features)
 
     @property
     def has_encoder_inputs(self) -> bool:
+        """Whether it has multimodal inputs."""
         return bool(self.mm_features)
 
     def is_finished(self) -> bool:
+        """Whether its status is a final one."""
         return RequestStatus.is_finished(self.status)
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens but the first ``num_tokens``, and the hashes of the blocks they were in.
+        """Forget all tokens but the first ``num_tokens``, and the hashes of the blocks they were in.
 
         Where that is less than the prompt, the prompt gets shorter.
 

@@ -840,7 +840,7 @@ def test_a_schedulers_lookup_is_compiled(make_manager: Any, backend: SimpleNames
 def test_a_request_that_takes_the_pool_away_while_it_is_looked_up(make_manager: Any) -> None:
     class Taking:
         def __bool__(self) -> bool:
-            manager.unbind()
+            manager._unbind()
             return False
 
     manager = make_manager(10)

@@ -262,7 +262,7 @@ NOT_RECORDED = {
     *("can_ever_fit", "create_kv_cache_blocks", "estimate_cached_tokens", "find_copy_target_ids"),
     *("find_own_cached_ids", "find_uncomputed_ids", "get_block_ids", "get_blocks", "get_num_common_prefix_blocks"),
     *("make_prefix_cache_stats", "prefix_cache_lookup_enabled", "record_prefix_cache_stats", "take_events"),
-    *("truncate_computed_blocks", "bind_full_attention", "bind_groups", "unbind"),
+    "truncate_computed_blocks",
 }
 POOL_NOT_RECORDED = {
     *("check", "emit_cached_block_events", "find_prefix_ids", "get_cached_block", "get_num_free_blocks"),
