@@ -65,6 +65,7 @@ class KVCacheSpec:
 
     @property
     def kind(self) -> KVCacheSpecKind:
+        """Which attention it is, as events name it."""
         return KVCacheSpecKind.UNKNOWN
 
     @property
@@ -98,6 +99,7 @@ class KVCacheSpec:
         return num_blocks * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
+        """The same spec with blocks of ``block_size`` tokens."""
         return replace(self, block_size=block_size)
 
 
@@ -136,6 +138,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def unpadded_page_size_bytes(self) -> int:
+        """Bytes of one block of one layer, without ``page_size_padded``."""
         content = self.state_content_bytes
         if content is None:
             content = (self.head_size + self.head_size_v) * DTYPE_BYTES[self.dtype]
@@ -309,6 +312,7 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def unpadded_page_size_bytes(self) -> int:
+        """Bytes of one block of one layer, without ``page_size_padded``."""
         return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes))
 
     @property
@@ -358,6 +362,7 @@ class KVCacheConfig:
 
     @property
     def has_mamba_layers(self) -> bool:
+        """Whether a group keeps Mamba states."""
         return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)
 
     @property

@@ -139,6 +139,8 @@ class ZmqEventPublisher(EventPublisher):
         endpoint, replay_endpoint: in use, with rank and the port that the system chose, where it was asked to.
         published_batches: batches sent since creation.
         dropped_batches: batches lost since creation: queue full, not to be encoded, or left over at shutdown.
+        SHUTDOWN_TIMEOUT: seconds that ``shutdown`` waits for what is queued.
+        END_SEQ: the sequence number that ends a replay.
 
     Raises:
         ImportError: pyzmq is not installed.

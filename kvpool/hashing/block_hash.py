@@ -67,6 +67,9 @@ class BlockHashListWithBlockSize:
         hash_block_size: tokens per digest.
         target_block_size: tokens per block of the view, a multiple of ``hash_block_size`` (InvalidArgumentError).
 
+    Attributes:
+        scale_factor: digests per block of the view.
+
     vLLM: ``BlockHashListWithBlockSize``; an index below 0 counts from the view's end here.
     """
 

@@ -74,6 +74,7 @@ class CachedRequestData(msgspec.Struct, gc=False):
 
     @property
     def num_requests(self) -> int:
+        """Number of requests in the lists."""
         return len(self.request_ids)
 
 
