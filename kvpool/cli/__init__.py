@@ -1,5 +1,5 @@
-"""The `kvpool` command: `replay` runs request traces, `replay-ops` recorded operations, `generate` a model on the paged
-cache, `doctor` describes the installation, `keygen` makes keys for connections.
+"""The ``kvpool`` command: ``replay`` runs request traces, ``replay-ops`` recorded operations, ``generate`` a model on
+the paged cache, ``doctor`` describes the installation, ``keygen`` makes keys for connections.
 
 Exit codes: 0 done; 1 implementations differ, or from what was recorded, or memory is short; 2 wrong usage, an input
 that can't be read or an output that can't be written; 130 interrupted; 141 nobody reads stdout any more.

@@ -1,4 +1,4 @@
-"""What `kvpool doctor` tells about an installation."""
+"""What ``kvpool doctor`` tells about an installation."""
 
 from __future__ import annotations
 

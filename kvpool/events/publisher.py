@@ -52,8 +52,8 @@ class KVEventsConfig:
     Attributes:
         enable_kv_cache_events: whether at all.
         publisher: name in ``EventPublisherFactory``; None for "zmq" with events on, "null" with events off.
-        endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, keys, insecure, max_peers,
-            max_buffered_bytes: as for ``ZmqEventPublisher``.
+        endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic: as for ``ZmqEventPublisher``.
+        keys, insecure, max_peers, max_buffered_bytes: as for ``ZmqEventPublisher``.
 
     vLLM: ``KVEventsConfig``, which has no field after ``topic``, and where the default endpoint is all interfaces.
     """

@@ -217,7 +217,7 @@ class PoolEvents(_Base):
         block_size: int,
         kv_cache_group_id: int,
     ) -> BlockStored:
-        """The event of the blocks `run`, which lie in [first, past); hashes starts at block num_cached_blocks and
+        """The event of the blocks ``run``, which lie in [first, past); hashes starts at block num_cached_blocks and
         parents holds the hash before it."""
         to_external = self.event_format.hash_converter()
         parent = None

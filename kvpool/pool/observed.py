@@ -53,7 +53,7 @@ class PoolOperations(PoolEvents):
             in ``dropped_events``; what is queued stays, so the stream is right up to the gap. A reset replaces a
             full queue by its AllBlocksCleared, which is where a consumer is in step again.
 
-    Attributes, beside the arguments:
+    Attributes:
         blocks: all blocks by id, read-only.
         null_block: block 0, which stands in tables for what is not kept; never allocated, freed or cached.
         free_block_queue: the free list, a ``FreeKVCacheBlockQueue``.

@@ -52,7 +52,7 @@ class Driver(ABC, Generic[Served]):
 
     @abstractmethod
     def admit(self, served: Served) -> bool:
-        """Adopts the blocks of the last `find_prefix`, allocates the rest that prompt and output need, and caches the
+        """Adopts the blocks of the last ``find_prefix``, allocates the rest that prompt and output need, and caches the
         full prompt blocks. False, and nothing has changed, if too few are free. Timed. O(blocks)."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class EvictionCounter:
         self._is_cached = np.zeros(num_blocks, np.bool_)
 
     def note_admission(self, ids: np.ndarray, num_hits: int, num_cached: int) -> None:
-        """ids: of all blocks of a request, the first `num_hits` hits; the first `num_cached` carry a hash now."""
+        """ids: of all blocks of a request, the first ``num_hits`` hits; the first ``num_cached`` carry a hash now."""
         new_ids = ids[num_hits:]
         self.num_evicted += int(np.count_nonzero(self._is_cached[new_ids]))
         self._is_cached[new_ids] = False

@@ -1,4 +1,5 @@
-"""One driver per implementation and layer: the cache manager (`manager_drivers`), or the pool alone (`pool_drivers`).
+"""One driver per implementation and layer: the cache manager (``manager_drivers``) or the pool alone
+(``pool_drivers``).
 
 vLLM is imported when a driver of it is made.
 """
@@ -36,7 +37,7 @@ def default_implementations() -> list[str]:
 
 
 def make_driver(name: str, num_blocks: int, block_size: int, over: str = LAYERS[0]) -> Driver[Any]:
-    """A driver over a new pool of `num_blocks` blocks (null block included) of `block_size` tokens.
+    """A driver over a new pool of ``num_blocks`` blocks (null block included) of ``block_size`` tokens.
 
     name: one of IMPLEMENTATIONS. over: one of LAYERS. Raises ImplementationError if either is unknown, or the
     implementation not available here.

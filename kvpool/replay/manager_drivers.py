@@ -26,7 +26,7 @@ class ManagedRequest:
 
 
 class ManagerDriver(Driver[ManagedRequest]):
-    """Drives a `KVCacheManager` with one group of full attention.
+    """Drives a ``KVCacheManager`` with one group of full attention.
 
     The output's blocks are allocated with the prompt's, as room for tokens to come: they are held and not cached.
     make_request: called with a unique id and the prompt's length in tokens, returns a request for the manager.
@@ -71,7 +71,7 @@ class ManagerDriver(Driver[ManagedRequest]):
 
 
 class VllmManagerDriver(ManagerDriver):
-    """Drives vLLM's `KVCacheManager`."""
+    """Drives vLLM's ``KVCacheManager``."""
 
     def __init__(self, name: str, manager: Any, num_blocks: int, block_size: int) -> None:
         super().__init__(name, manager, PlainRequest, num_blocks, block_size)

@@ -56,7 +56,7 @@ class PrefixAccesses:
         return accesses
 
     def _add_segments(self, ends: list[int]) -> list[tuple[int, int]]:
-        """New segments that end at `ends`, as (end, segment)."""
+        """New segments that end at ``ends``, as (end, segment)."""
         segments = []
         start = 0
         for end in ends:
@@ -114,7 +114,7 @@ def unbounded_hit_blocks(accesses: PrefixAccesses, admitted: Sequence[int]) -> i
 
 
 def belady_hit_blocks(accesses: PrefixAccesses, admitted: Sequence[int], capacity: int) -> int:
-    """Most blocks that any policy can hit with room for `capacity` blocks (pool size less the null block).
+    """Most blocks that any policy can hit with room for ``capacity`` blocks (pool size less the null block).
 
     Keeps what is used again soonest, and doesn't keep at all what isn't worth its room. O(accesses * log accesses).
     """
@@ -191,7 +191,7 @@ def compute_curve(
     sizes: Sequence[int],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[CurvePoint]:
-    """Replays the trace at each pool size and sets the bounds beside it. `settings.num_blocks` is not used.
+    """Replays the trace at each pool size and sets the bounds beside it. ``settings.num_blocks`` is not used.
 
     on_progress: called now and then with the number of points done and of requests of the current one.
     """

@@ -60,20 +60,20 @@ class PoolDriver(Driver[PooledRequest]):
 
     @abstractmethod
     def _find(self, served: PooledRequest) -> Blocks:
-        """The cached blocks of the longest prefix, at most `max_hit_blocks`. Timed. O(blocks of the hit)."""
+        """The cached blocks of the longest prefix, at most ``max_hit_blocks``. Timed. O(blocks of the hit)."""
 
     @abstractmethod
     def _num_free_hits(self, hits: Blocks) -> int:
-        """How many of `hits` sit in the free list now, and so count against the free blocks. Not timed. O(hits)."""
+        """How many of ``hits`` sit in the free list now, and so count against the free blocks. Not timed. O(hits)."""
 
     @abstractmethod
     def _take(self, served: PooledRequest) -> Blocks:
-        """Touches the hits, allocates the rest of `num_blocks`, caches the new blocks that `block_hashes` names, and
-        returns the block table. Timed. O(num_blocks)."""
+        """Touches the hits, allocates the rest of ``num_blocks``, caches the new blocks that ``block_hashes`` names,
+        and returns the block table. Timed. O(num_blocks)."""
 
 
 class IdArrayDriver(PoolDriver):
-    """Drives a kvpool `BlockPool` through int32 arrays of block ids: no object per block."""
+    """Drives a kvpool ``BlockPool`` through int32 arrays of block ids: no object per block."""
 
     def __init__(self, name: str, pool: Any, num_blocks: int, block_size: int) -> None:
         super().__init__(name, pool, num_blocks, block_size)
@@ -157,7 +157,7 @@ class BlockObjectDriver(PoolDriver):
 
 
 class VllmPoolDriver(BlockObjectDriver):
-    """Drives vLLM's `BlockPool`."""
+    """Drives vLLM's ``BlockPool``."""
 
     def __init__(self, name: str, pool: Any, num_blocks: int, block_size: int) -> None:
         super().__init__(name, pool, num_blocks, block_size)

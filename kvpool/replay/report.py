@@ -118,7 +118,7 @@ def results_table(report: Report) -> Table:
 
 
 def ratio_lines(report: Report) -> list[str]:
-    """Sentences such as `native is 30.1x faster than vllm`."""
+    """Sentences such as ``native is 30.1x faster than vllm``."""
     first = report.results[0].implementation
     lines = []
     for other, ratio in zip(report.results[1:], report.ratios().values(), strict=True):
@@ -159,7 +159,8 @@ def _plot_format(path: str | Path) -> str:
 
 
 def write_plot(report: Report, path: str | Path) -> None:
-    """Draws hit rate and blocks in use over time, and the curve if there is one; the suffix of `path` picks the format.
+    """Draws hit rate and blocks in use over time, and the curve if there is one. The suffix of ``path`` picks the
+    format.
 
     The timeline is the first implementation's. Raises PlotError.
     """

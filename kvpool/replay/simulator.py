@@ -150,7 +150,7 @@ class ReplayResult:
 def simulate(
     trace: Trace, driver: Driver[Any], settings: ReplaySettings, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
-    """Replays `trace` over the driver's pool, which must be new and of `settings.num_blocks` blocks.
+    """Replays ``trace`` over the driver's pool, which must be new and of ``settings.num_blocks`` blocks.
 
     on_progress: called now and then with the number of requests that have arrived. The garbage collector is off
     meanwhile, as in timeit: a collection would be charged to whichever call sets it off. Raises TraceError for a block

@@ -5,7 +5,7 @@ up most of the traffic, and has a geometric number of turns. The prompt of a tur
 far: system prompt, earlier messages and answers, and the new message. The next turn comes after the answer's estimated
 time and a pause.
 
-Only `random.Random.random()` is drawn from, whose sequence Python keeps the same between versions; a trace depends on
+Only ``random.Random.random()`` is drawn from, whose sequence Python keeps the same between versions; a trace depends on
 nothing but seed and settings, and a shorter one is the beginning of a longer one.
 """
 
@@ -57,8 +57,8 @@ def generate_trace(
     trace_block_size: int = 16,
     settings: SyntheticSettings = SyntheticSettings(),
 ) -> Trace:
-    """A synthetic trace of `num_requests` requests in order of arrival. Lengths and times don't depend on
-    `trace_block_size` (tokens per hash id). Raises TraceError for numbers below 1."""
+    """A synthetic trace of ``num_requests`` requests in order of arrival. Lengths and times don't depend on
+    ``trace_block_size`` (tokens per hash id). Raises TraceError for numbers below 1."""
     if num_requests < 1 or trace_block_size < 1:
         raise TraceError("a synthetic trace needs at least one request and a trace block size of at least 1")
     requests = _ChatGenerator(seed, trace_block_size, settings).generate(num_requests)

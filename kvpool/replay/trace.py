@@ -1,6 +1,6 @@
 """Request traces: reading, validation, and the block hashes of a prompt.
 
-A trace is a text file with one JSON object a line (`.gz` and `.zst` are decompressed while reading):
+A trace is a text file with one JSON object a line (``.gz`` and ``.zst`` are decompressed while reading)::
 
     timestamp         arrival, ms, >= 0
     input_length      prompt length, tokens, >= 1
@@ -34,7 +34,7 @@ from kvpool.common.json_lines import ReadLimits, numbered_lines, parse_object, s
 from kvpool.errors import InvalidArgumentError, KvpoolError
 
 DEFAULT_TRACE_BLOCK_SIZE = 512
-"""Tokens per entry of `hash_ids` in the Mooncake traces. The Qwen-Bailian traces have 16."""
+"""Tokens per entry of ``hash_ids`` in the Mooncake traces. The Qwen-Bailian traces have 16."""
 
 DIGEST_SIZE = 32
 """Bytes of a block hash."""
@@ -68,12 +68,12 @@ DEFAULT_TRACE_LIMITS = TraceLimits()
 
 
 class TraceError(KvpoolError, ValueError):
-    """A trace that can't be read. The message is `FILE:LINE: field 'NAME': reason`, as far as these are known."""
+    """A trace that can't be read. The message is ``FILE:LINE: field 'NAME': reason``, as far as these are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One request of a trace. Exactly one of `hash_ids` and `prompt_token_ids` is not None.
+    """One request of a trace. Exactly one of ``hash_ids`` and ``prompt_token_ids`` is not None.
 
     line: 1-based line in the file (1-based number of the request in a synthetic trace). timestamp_ms: arrival, ms.
     input_length, output_length: tokens. hash_ids: one per trace block, int64, or uint64 or Python integers where that
@@ -102,7 +102,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """A validated trace. requests: in order of arrival. trace_block_size: tokens per entry of `hash_ids`."""
+    """A validated trace. requests: in order of arrival. trace_block_size: tokens per entry of ``hash_ids``."""
 
     name: str
     requests: list[TraceRequest]
@@ -110,7 +110,7 @@ class Trace:
     is_synthetic: bool = False
 
     def check_block_size(self, block_size: int) -> None:
-        """Raises TraceError unless `block_size` (tokens) divides the trace's block size. Tokens fit any block size."""
+        """Raises TraceError unless ``block_size`` (tokens) divides the trace's block size. Tokens fit any."""
         if block_size < 1:
             raise TraceError(f"block size must be at least 1, not {show(block_size)}")
         if self.trace_block_size % block_size and any(r.hash_ids is not None for r in self.requests):
@@ -130,7 +130,7 @@ def read_trace(
 ) -> Trace:
     """Reads and validates a trace: a file, or a binary stream of plain text.
 
-    limit: only the first `limit` requests in file order; what follows is not read. on_progress: called now and then
+    limit: only the first ``limit`` requests in file order; what follows is not read. on_progress: called now and then
     with the number of requests read. limits: what a line, a request and the whole may cost. Raises TraceError (the
     whole file counts: nothing is half-read). O(bytes).
     """
@@ -156,10 +156,10 @@ def read_trace(
 def block_hashes(request: TraceRequest, block_size: int, trace_block_size: int) -> list[bytes]:
     """The 32-byte hashes of the prompt's full blocks, in order.
 
-    With `hash_ids` a hash is no digest but the name it would stand for: the trace id and the index of the block in the
-    prompt, as two little-endian 64-bit integers, zero padded. It is unique by construction and costs no hashing. Ids
-    beyond unsigned 64 bits stand for themselves by a digest, in the first 8 and the last 16 bytes. With
-    `prompt_token_ids` it is sha256 over the parent's hash (32 zero bytes at the start) and the block's tokens as
+    With ``hash_ids`` a hash is no digest but the name it would stand for: the trace id and the index of the block in
+    the prompt, as two little-endian 64-bit integers, zero padded. It is unique by construction and costs no hashing.
+    Ids beyond unsigned 64 bits stand for themselves by a digest, in the first 8 and the last 16 bytes. With
+    ``prompt_token_ids`` it is sha256 over the parent's hash (32 zero bytes at the start) and the block's tokens as
     little-endian int32. O(blocks).
     """
     num_blocks = request.num_full_prompt_blocks(block_size)

@@ -105,7 +105,7 @@ class RequestOperations:
         session_id: passed on to events.
         sampling_params: how its tokens are chosen, passed on to workers; None: the most likely ones.
 
-    Attributes, beside the arguments:
+    Attributes:
         status: ``RequestStatus``.
         num_tokens, num_prompt_tokens, num_output_tokens: prompt and output; all of ``all_token_ids``.
         num_tokens_with_spec: with ``spec_token_ids``, a list of draft tokens.
