@@ -33,6 +33,8 @@ from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError,
 
 kvpool_share_memory()
 
+__all__ = ["BlockAllocator"]
+
 cdef extern from *:
     """
     #if defined(__GNUC__)
@@ -68,7 +70,10 @@ cdef bint is_idle_hand_made(object item) except -1:
 
 
 cdef class BlockAllocator:
-    """See ``BlockPool``."""
+    """BlockAllocator(\
+    num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False, \
+    metrics_collector=None, medium="GPU", *, uncached_first=True, on_invalid_free="raise")\n--\n\n\
+    See ``BlockPool``."""
 
     def __init__(self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False,
                  metrics_collector=None, medium="GPU", *, uncached_first=True, on_invalid_free="raise"):

@@ -16,6 +16,8 @@ from kvpool.errors import InvalidArgumentError
 
 kvpool_share_memory()
 
+__all__ = []
+
 
 cdef extern from *:
     """

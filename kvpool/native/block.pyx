@@ -25,6 +25,8 @@ from kvpool.errors import BlockStateError, InvalidArgumentError, NoFreeBlocksErr
 
 kvpool_share_memory()
 
+__all__ = ["KVCacheBlock"]
+
 cdef enum:
     GROUP_ID_BYTES = 4
 

@@ -21,6 +21,8 @@ from kvpool.errors import InvalidArgumentError
 
 kvpool_share_memory()
 
+__all__ = ["BlockHasherBase"]
+
 cdef enum:
     SHA256_BYTES = 32
     CONTEXT_WORDS = 64  # 512 bytes, see _openssl.CONTEXT_BYTES
@@ -55,7 +57,8 @@ cdef void *room_of(size_t n) except NULL:
 
 
 cdef class BlockHasherBase:
-    """Hashes of plain blocks; see ``BlockHasher``."""
+    """BlockHasherBase(block_size, algorithm, digest)\n--\n\n\
+    Hashes of plain blocks; see ``BlockHasher``."""
 
     def __init__(self, Py_ssize_t block_size, algorithm, digest):
         cdef bint is_cbor = algorithm.is_cbor

@@ -39,6 +39,8 @@ kvpool_share_memory()
 
 kvpool_import_arrays()
 
+__all__ = ["BlockRowGroups", "BlockRows"]
+
 _REASONS = {
     KVP_TABLE_ERR_SHAPE: "rows, blocks a row, tokens a block, ids and kernel blocks a block must be at least 1, the cells "
                          "fewer than 2**31 and every id of the kernel below 2**31",
@@ -235,7 +237,8 @@ cdef int add_edit(batch_t *batch, object ids, int32_t group, int32_t row, bint r
 # ---- tables ----
 
 cdef class BlockRows:
-    """The rows of one KV cache group (vLLM: the host half of ``vllm.v1.worker.block_table.BlockTable``).
+    """BlockRows(num_rows, width, block_size, ratio=1, num_ids=None, memory=None)\n--\n\n\
+    The rows of one KV cache group (vLLM: the host half of ``vllm.v1.worker.block_table.BlockTable``).
 
     Refusals (``InvalidArgumentError``) change nothing. Cells behind a row's blocks hold the null block, 0.
 
@@ -431,7 +434,8 @@ cdef class BlockRows:
 
 
 cdef class BlockRowGroups:
-    """The rows of all KV cache groups: a request has the same row in each (vLLM: the host half of ``MultiGroupBlockTable``).
+    """BlockRowGroups(groups)\n--\n\n\
+    The rows of all KV cache groups: a request has the same row in each (vLLM: the host half of ``MultiGroupBlockTable``).
 
     Args:
         groups: one ``BlockRows`` for each group, all with the same number of rows.

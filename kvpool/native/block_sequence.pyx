@@ -16,6 +16,8 @@ from kvpool.errors import BlockStateError
 
 kvpool_share_memory()
 
+__all__ = ["BlockSequence"]
+
 cdef extern from "Python.h":
     void set_new_item "PyList_SET_ITEM"(list items, Py_ssize_t i, object item)
     # As lists do: first all code of the caller in the slice, then the length.

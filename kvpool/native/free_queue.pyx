@@ -22,6 +22,8 @@ from kvpool.errors import BlockStateError, NoFreeBlocksError
 
 kvpool_share_memory()
 
+__all__ = ["FreeKVCacheBlockQueue"]
+
 
 cdef int give_room(BlockHome home, int32_t capacity) except -1:
     """A new, larger link array and view table for a stand-alone queue."""

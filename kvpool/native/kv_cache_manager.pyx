@@ -30,6 +30,8 @@ from kvpool.requests.status import RequestStatus
 
 kvpool_share_memory()
 
+__all__ = ["KVCacheManagerBase"]
+
 cdef object WAITING = RequestStatus.WAITING
 cdef object PREEMPTED = RequestStatus.PREEMPTED
 cdef object RUNNING = RequestStatus.RUNNING

@@ -26,6 +26,8 @@ from kvpool.errors import BlockStateError
 
 kvpool_share_memory()
 
+__all__ = ["allocate_table", "cache_completed_blocks", "find_prefix_of_tokens", "free_table", "touch_table"]
+
 cdef extern from "Python.h":
     PyObject *new_int "PyLong_FromLong"(long value) except NULL  # a new reference, for a list to take
 

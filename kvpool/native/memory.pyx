@@ -1,6 +1,8 @@
 """Memory that runs out when a test says so, in debug builds (KVPOOL_DEBUG=1). In others there is nothing behind it."""
 from kvpool.native.memory cimport kvpool_fail_allocation, kvpool_memory_state, kvpool_num_live_allocations
 
+__all__ = ["CAN_FAIL", "fail_allocation", "num_live_allocations"]
+
 _state = kvpool_memory_state()
 CAN_FAIL = _state is not None
 

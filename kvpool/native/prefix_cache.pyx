@@ -24,6 +24,8 @@ from kvpool.errors import BlockStateError, InvalidArgumentError
 
 kvpool_share_memory()
 
+__all__ = ["PrefixCache"]
+
 
 cdef enum:
     KEYS = 128  # keys looked up in one go

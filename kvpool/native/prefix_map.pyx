@@ -22,6 +22,8 @@ from kvpool.errors import BlockStateError
 
 kvpool_share_memory()
 
+__all__ = ["BlockHashToBlockMap"]
+
 cdef uint64_t SECRET[KVP_SECRET_WORDS]
 
 

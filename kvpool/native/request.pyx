@@ -10,6 +10,8 @@ from kvpool.native.block_hasher cimport BlockHasherBase
 from kvpool.hashing.hashing import BlockHashing
 from kvpool.requests.request_base import to_token_ids
 
+__all__ = ["RequestBase", "TokenList"]
+
 cdef extern from "Python.h":
     const Py_ssize_t NOTHING_CHANGED "PY_SSIZE_T_MAX"
     int cut_list "PyList_SetSlice"(list items, Py_ssize_t first, Py_ssize_t past, void *nothing) except -1
@@ -80,7 +82,8 @@ cdef inline bint is_text_or_none(object text) noexcept:
 
 
 cdef class RequestBase:
-    """Tokens, counts and hashes of a request; see ``Request``."""
+    """RequestBase(all_token_ids, block_hasher, hash_block_size)\n--\n\n\
+    Tokens, counts and hashes of a request; see ``Request``."""
 
     def __cinit__(self):
         # There from the start: they are read without a look whether they are.

@@ -26,6 +26,18 @@ from kvpool.errors import InvalidArgumentError
 
 kvpool_import_arrays()
 
+__all__ = [
+    "PAD_SLOT_ID",
+    "QuerySlots",
+    "StepOutputs",
+    "compress_rows",
+    "compute_kv_rows",
+    "compute_query_slots",
+    "compute_slots",
+    "gather_rows",
+    "num_common_blocks",
+]
+
 PAD_SLOT_ID = KVP_TABLE_PAD
 
 
@@ -214,7 +226,8 @@ cdef class Arrays:
 
 
 cdef class StepOutputs:
-    """What kernels need of one step, by one call a step, in arrays that are made once.
+    """StepOutputs(groups, max_num_tokens, *, with_kv_rows=False, with_compressed=False, make_array=None)\n--\n\n\
+    What kernels need of one step, by one call a step, in arrays that are made once.
 
     A batch lists the running and resumed requests of the ``SchedulerOutput`` in its order, then the new ones. After
     ``apply_step`` the first ``num_requests`` or ``num_tokens`` items of the arrays belong to the step.
@@ -224,7 +237,7 @@ cdef class StepOutputs:
         max_num_tokens: tokens of the largest step.
         with_kv_rows: also the rows of keys and values of each token.
         with_compressed: also the compressed rows of each group.
-        make_array: makes the arrays from (number of items, numpy dtype); pinned ones, say. ``numpy.empty`` if left out.
+        make_array: makes the arrays from (number of items, numpy dtype); pinned ones, say. None for ``numpy.empty``.
 
     Attributes:
         num_requests, num_tokens: of the step.
@@ -255,7 +268,7 @@ cdef class StepOutputs:
     cdef bint with_kv_rows, with_compressed
 
     def __init__(self, BlockRowGroups groups not None, int32_t max_num_tokens, *, bint with_kv_rows=False,
-                 bint with_compressed=False, make_array=numpy.empty):
+                 bint with_compressed=False, make_array=None):
         if max_num_tokens < 1:
             raise InvalidArgumentError(f"steps of at most {max_num_tokens} tokens")
         if groups.num_groups < 1:
@@ -263,7 +276,7 @@ cdef class StepOutputs:
         cdef int32_t num_rows = groups.group_at(0).table.num_rows
         cdef int32_t num_groups = groups.num_groups
         cdef Py_ssize_t num_items = max_num_tokens
-        made = Arrays(make_array)
+        made = Arrays(numpy.empty if make_array is None else make_array)
         rows, seq_lens = (made.one(num_rows, 4) for _ in range(2))
         query_starts = made.one(<Py_ssize_t>num_rows + 1, 4)
         positions, token_rows = made.one(num_items, 8), made.one(num_items, 4)
@@ -405,7 +418,8 @@ cdef class StepOutputs:
 
 
 cdef class QuerySlots:
-    """Slots of packed queries for one group, where the caller has addresses: how an engine's tensors come.
+    """QuerySlots(table, out)\n--\n\n\
+    Slots of packed queries for one group, where the caller has addresses: how an engine's tensors come.
 
     Keeps the tail of ``out`` padded. Only what the step before had written there is written again.
 

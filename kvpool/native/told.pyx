@@ -9,6 +9,8 @@ from kvpool.native.request cimport RequestBase
 
 kvpool_share_memory()
 
+__all__ = ["PlainCalls", "Told", "pack_batch"]
+
 cdef enum:
     MOST_PLAIN = 256  # calls that are written together
 
@@ -20,7 +22,8 @@ ctypedef enum change_t:
 
 
 cdef class Told:
-    """A request as the file has it; see ``kvpool.recording.told``."""
+    """Told(number)\n--\n\n\
+    A request as the file has it; see ``kvpool.recording.told``."""
     cdef readonly Py_ssize_t number
     cdef public Py_ssize_t num_tokens
     cdef public Py_ssize_t num_computed_tokens
@@ -123,7 +126,8 @@ def pack_batch(dict known not None, requests, bint caches, tell):
 
 
 cdef class PlainCalls:
-    """Calls of ``allocate_slots`` with a request and a number of tokens alone; see ``kvpool.recording.told``."""
+    """PlainCalls(told, caches)\n--\n\n\
+    Calls of ``allocate_slots`` with a request and a number of tokens alone; see ``kvpool.recording.told``."""
     cdef int32_t numbers[MOST_PLAIN]
     cdef int32_t tokens[MOST_PLAIN]
     cdef int32_t computed[MOST_PLAIN]

@@ -9,6 +9,8 @@ from kvpool.native.kvp cimport KVP_NONE, kvp_map_entry, kvp_pool_next_secondary
 from collections.abc import Mapping
 from operator import index
 
+__all__ = ["BlockList", "PoolStats", "SecondaryHashes"]
+
 
 @cython.no_gc
 cdef class PoolView:

@@ -24,6 +24,8 @@ from kvpool.native.block import KVCacheBlock
 
 kvpool_share_memory()
 
+__all__ = ["bind", "find_full", "find_local", "find_window", "get_block_ids"]
+
 cdef enum:
     MANY_GROUPS = 16
 

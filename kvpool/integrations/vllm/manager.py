@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from vllm.v1.request import Request, RequestStatus
 
 from kvpool import backend
-from kvpool.integrations.vllm import longest_hit, manager_steps  # type: ignore[attr-defined]
+from kvpool.integrations.vllm import longest_hit, manager_steps
 from kvpool.integrations.vllm.hooks import Hooks
 from kvpool.integrations.vllm.pool import BlockPool
 

@@ -22,6 +22,8 @@ from kvpool.native.prefix_cache cimport PrefixCache
 
 from kvpool.errors import InvalidArgumentError
 
+__all__ = ["Group", "Plan", "allocate_slots", "bind", "cache_blocks", "free"]
+
 cdef enum Attention:
     FULL
     WINDOW
@@ -59,7 +61,8 @@ cdef inline Py_ssize_t blocks_for(Py_ssize_t num_tokens, Py_ssize_t block_size) 
 
 
 cdef class Group:
-    """One KV cache group.
+    """Group(manager, attention, span, most_blocks, caches_all, caches_tails)\n--\n\n\
+    One KV cache group.
 
     Args:
         manager: vLLM's manager of the group; its dicts are used as they are.
@@ -156,7 +159,8 @@ cdef class Group:
 
 
 cdef class Plan:
-    """What the compiled calls know about one KVCacheManager.
+    """Plan(manager, groups, alignment, dropping_groups, caches_only_hashed)\n--\n\n\
+    What the compiled calls know about one KVCacheManager.
 
     Args:
         manager: vLLM's KVCacheManager; the plan does not hold it.

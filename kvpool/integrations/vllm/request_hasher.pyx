@@ -4,6 +4,8 @@ from cpython.list cimport PyList_CheckExact, PyList_GET_SIZE, PyList_GetSlice
 
 from kvpool.native.block_hasher cimport BlockHasherBase
 
+__all__ = ["RequestHasher"]
+
 
 cdef class Prefix:
     """A request that ends earlier: all its attributes, but fewer tokens."""
@@ -19,7 +21,8 @@ cdef class Prefix:
 
 
 cdef class RequestHasher(BlockHasherBase):
-    """Called with a request, it returns the hashes of the full blocks that have none yet. O(new tokens).
+    """RequestHasher(block_size, algorithm, digest, hash_function, stock, request_class, names)\n--\n\n\
+    Called with a request, it returns the hashes of the full blocks that have none yet. O(new tokens).
 
     Blocks that may have extra keys (LoRA, multimodal inputs, the salt, prompt embeddings), and requests of another class
     than vLLM's, are hashed by vLLM's own hasher; tokens that are no plain ints by its hash function.

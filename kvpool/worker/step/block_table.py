@@ -49,7 +49,7 @@ class BlockTableConfig:
         return self.block_size // kernel_block_size
 
 
-class BlockTable(BlockRows):  # type: ignore[misc]  # the extension has no types
+class BlockTable(BlockRows):
     """The block table of one KV cache group (vLLM: ``vllm.v1.worker.block_table.BlockTable``).
 
     Its rows on the host are the base's: ``append_row``, ``add_row``, ``move_row``, ``swap_row``, ``clear_row``. Not for
@@ -163,7 +163,7 @@ class BlockTable(BlockRows):  # type: ignore[misc]  # the extension has no types
             raise InvalidArgumentError(f"a batch of {num_rows} rows in a table of {self.num_rows}")
 
 
-class MultiGroupBlockTable(BlockRowGroups):  # type: ignore[misc]
+class MultiGroupBlockTable(BlockRowGroups):
     """The block tables of all KV cache groups (vLLM: the class of that name).
 
     Rows are edited in all groups by one call of the base, applied in all of them or in none: ``append_row``,

@@ -1,0 +1,6 @@
+__all__ = ["CAN_FAIL", "fail_allocation", "num_live_allocations"]
+
+CAN_FAIL: bool
+
+def fail_allocation(n: int) -> int: ...
+def num_live_allocations() -> int: ...

@@ -1,0 +1,19 @@
+from typing import Any
+
+from kvpool.hashing.block_hash import BlockHashList
+from kvpool.native.block import KVCacheBlock
+from kvpool.native.free_queue import FreeKVCacheBlockQueue
+from kvpool.native.prefix_cache import PrefixCache
+from kvpool.native.prefix_map import BlockHashToBlockMap
+
+__all__ = ["BUILD_INFO", "BlockHashToBlockMap", "BlockPoolBase", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+
+BUILD_INFO: dict[str, str | bool]
+
+class BlockPoolBase(PrefixCache):
+    def allocate_ids(self, n: int, out: Any = None) -> Any: ...
+    def free_ids(self, ids: Any, prepend: bool = False) -> None: ...
+    def get_ref_counts(self) -> Any: ...
+    def touch_ids(self, ids: Any) -> None: ...
+    def find_prefix_ids(self, block_hashes: BlockHashList, group_id: int = 0, max_blocks: int | None = None) -> Any: ...
+    def cache_ids(self, block_hashes: BlockHashList, ids: Any, group_id: int = 0) -> None: ...
