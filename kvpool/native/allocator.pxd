@@ -2,13 +2,13 @@ from cpython.dict cimport PyDict_Size
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
-from kvpool.native.block cimport BlockHome, HandleTable
+from kvpool.native.block cimport BlockHome, ViewTable
 from kvpool.native.kvp cimport kvp_placement_t
 
 
 cdef class BlockAllocator:
     cdef BlockHome home
-    cdef HandleTable table
+    cdef ViewTable table
     cdef readonly int64_t num_gpu_blocks
     cdef public bint enable_caching
     cdef public object hash_block_size
@@ -27,7 +27,7 @@ cdef class BlockAllocator:
     cdef bint takes_hand_made   # an engine's own code and tests give it blocks that no pool made
     cdef object hand_made       # stand-alone map of those that were cached; mostly None
     cdef object __weakref__
-    cdef BlockHome the_home(self)
+    cdef BlockHome checked_home(self)
     cdef int own_ids(self, list blocks, int32_t *ids, str call) except -1
     cdef int refuse(self, object item, Py_ssize_t i, str call) except -1
     cdef int own_id(self, object block, str call) except -1

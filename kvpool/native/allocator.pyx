@@ -9,9 +9,9 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
 from kvpool.native.batch cimport SMALL, ids_of_size, parse_count, release_batch
 from kvpool.native.block cimport (
-    BlockHome, HandleTable, KVCacheBlock as _KVCacheBlock, borrowed_handle, handle_of, kvpool_lock_acquire,
+    BlockHome, ViewTable, KVCacheBlock as _KVCacheBlock, borrowed_view, view_of, kvpool_lock_acquire,
     kvpool_lock_release,
-    node_in, num_free_of, open_handles, raise_status,
+    node_in, num_free_of, open_views, raise_status,
 )
 from kvpool.native.kvp cimport (
     KVP_ERR_NO_FREE_BLOCKS, KVP_ERR_NO_MEMORY, KVP_NULL_BLOCK, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, KVP_PLACE_TAIL, kvp_fault_t,
@@ -58,7 +58,7 @@ cdef int fill_list(list blocks, BlockHome home, const int32_t *ids, int32_t n) e
     cdef int32_t i
     cdef PyObject *view
     for i in range(n):
-        view = borrowed_handle(home, ids[i])
+        view = borrowed_view(home, ids[i])
         incref(view)
         set_item(blocks, i, view)
     return 0
@@ -73,7 +73,7 @@ cdef class BlockAllocator:
     """BlockAllocator(\
     num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False, \
     metrics_collector=None, medium="GPU", *, uncached_first=True, on_invalid_free="raise")\n--\n\n\
-    See ``BlockPool``."""
+    The calls of ``BlockPool`` for allocation and reference counts."""
 
     def __init__(self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False,
                  metrics_collector=None, medium="GPU", *, uncached_first=True, on_invalid_free="raise"):
@@ -99,9 +99,9 @@ cdef class BlockAllocator:
             raise MemoryError(f"no memory for a pool of {num_blocks} blocks")
         raise_status(status, NULL, f"a pool of {num_blocks} blocks", home)
         home.links = &home.pool.free_list
-        open_handles(home, num_blocks)
+        open_views(home, num_blocks)
         home.owner = weakref.ref(self)
-        self.table = HandleTable(home)
+        self.table = ViewTable(home)
         self.num_gpu_blocks = num_blocks
         self.enable_caching = caches
         self.hash_block_size = hash_block_size
@@ -114,7 +114,7 @@ cdef class BlockAllocator:
         self.blocks = BlockList(home)
         self.cached_block_hashes_by_block = SecondaryHashes(home)
         self.stats = PoolStats(home)
-        self.null_block = handle_of(home, KVP_NULL_BLOCK)
+        self.null_block = view_of(home, KVP_NULL_BLOCK)
         self.free_block_queue = queue_of_home(home)
         self.cached_block_hash_to_block = map_of_home(home, None)
         self.home = home
@@ -122,17 +122,17 @@ cdef class BlockAllocator:
     def _accept_by_hand(self):
         """From now on the pool bears what vLLM's code and tests do by hand: the null block can be given a hash, blocks
         that no pool made can be cached and (while nobody uses them) freed. None of them ever joins the free list."""
-        self.the_home().pool.null_takes_hashes = True
+        self.checked_home().pool.null_takes_hashes = True
         self.takes_hand_made = True
 
-    cdef BlockHome the_home(self):
+    cdef BlockHome checked_home(self):
         if self.home is None:
             raise BlockStateError("this pool was never initialised")
         return self.home
 
     def new_block_table(self):
         """An empty block table, which a request's blocks are kept in."""
-        return new_sequence(self.the_home(), 0)
+        return new_sequence(self.checked_home(), 0)
 
     # ---- blocks of a batch ----
 
@@ -156,7 +156,7 @@ cdef class BlockAllocator:
                               "nothing has changed")
 
     cdef int own_id(self, object block, str call) except -1:
-        cdef int32_t node = node_in(self.the_home(), <PyObject *>block)
+        cdef int32_t node = node_in(self.checked_home(), <PyObject *>block)
         if node < 0:
             self.refuse(block, 0, call)
         return node
@@ -164,7 +164,7 @@ cdef class BlockAllocator:
     # ---- allocation ----
 
     cdef list take(self, int32_t n, bint keep_hashes):
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         cdef int32_t small[SMALL]
         cdef int32_t *ids
         cdef kvp_status_t status = KVP_ERR_NO_FREE_BLOCKS
@@ -222,7 +222,7 @@ cdef class BlockAllocator:
                 belongs to no pool; nothing has changed. With ``on_invalid_free="warn"`` such entries are skipped,
                 logged and counted.
         """
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         cdef list blocks = ordered_blocks if type(ordered_blocks) is list else list(ordered_blocks)
         cdef Py_ssize_t i, n = PyList_GET_SIZE(blocks)
         cdef int32_t small[SMALL]
@@ -260,14 +260,14 @@ cdef class BlockAllocator:
         first = []
         for i in range(min(num_skipped, <int64_t>MOST_NAMED)):
             block_id = faults[i].block_id
-            is_known = 0 <= block_id < home.num_handles
-            first.append((faults[i].index, handle_of(home, block_id) if is_known else block_id))
+            is_known = 0 <= block_id < home.num_views
+            first.append((faults[i].index, view_of(home, block_id) if is_known else block_id))
         log_skipped(call, first, num_skipped)
         return 0
 
     cdef int free_of_several_pools(self, list blocks, bint prepend) except -1:
-        """The rare free: every pool that owns one of the blocks checks its share before any of them changes, under its
-        own ``on_invalid_free``."""
+        """``free_blocks`` with blocks of other pools: every pool checks its share, under its own ``on_invalid_free``,
+        before any of them changes."""
         cdef dict shares = {id(self): (self, [])}
         cdef list homeless = []
         cdef Py_ssize_t i
@@ -292,7 +292,7 @@ cdef class BlockAllocator:
         return 0
 
     cdef int free_checked(self, list blocks, str call, bint check_only, kvp_placement_t where) except -1:
-        self.the_home()
+        self.checked_home()
         cdef int32_t small[SMALL]
         cdef int32_t *ids = ids_of_size(len(blocks), small)
         cdef kvp_fault_t fault
@@ -336,7 +336,7 @@ cdef class BlockAllocator:
         Raises:
             BlockStateError: a block of another pool or of none, or a detached one; nothing has changed.
         """
-        self.the_home()
+        self.checked_home()
         cdef list batch = blocks if type(blocks) is list else list(blocks)
         cdef Py_ssize_t n = PyList_GET_SIZE(batch)
         cdef int32_t small[SMALL]
@@ -358,11 +358,11 @@ cdef class BlockAllocator:
 
     def get_num_free_blocks(self):
         """Number of blocks that can be taken now, cached ones that nobody uses included. O(1)."""
-        return num_free_of(self.the_home())
+        return num_free_of(self.checked_home())
 
     def get_usage(self):
         """Share of the allocatable blocks that are not free, 0.0 to 1.0. Cached blocks without users are free."""
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         cdef int32_t usable = home.pool.num_blocks - 1
         return 1.0 - <double>num_free_of(home) / usable if usable > 0 else 0
 
@@ -370,19 +370,19 @@ cdef class BlockAllocator:
     def num_evictable_blocks(self):
         """Number of free blocks that carry a hash: what a look-up can still find and an allocation may evict.
         O(free blocks)."""
-        return kvp_pool_num_evictable(self.the_home().pool)
+        return kvp_pool_num_evictable(self.checked_home().pool)
 
     @property
     def nbytes(self):
         """Memory that the pool takes for its bookkeeping, bytes: its arrays and its table of block objects; in plain
         Python an estimate, the size of one block object times their number."""
-        cdef BlockHome home = self.the_home()
-        return kvp_pool_nbytes(home.pool) + (<size_t>home.num_handles + 2) * sizeof(PyObject *)
+        cdef BlockHome home = self.checked_home()
+        return kvp_pool_nbytes(home.pool) + (<size_t>home.num_views + 2) * sizeof(PyObject *)
 
     def check(self):
         """Recompute every invariant of the pool; InvariantError says what is wrong. O(num_gpu_blocks + hashes)."""
         cdef char reason[256]
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         kvpool_lock_acquire(&home.lock)
         cdef kvp_status_t status = kvp_pool_check(home.pool, reason, sizeof(reason))
         kvpool_lock_release(&home.lock)

@@ -26,8 +26,8 @@ cdef class BlockHome:
     cdef kvp_pool_t *pool
     cdef kvp_free_list_t *links
     cdef kvp_free_list_t own_links
-    cdef PyObject **handles
-    cdef int32_t num_handles
+    cdef PyObject **views
+    cdef int32_t num_views
     cdef kvpool_lock_t lock
     cdef object owner
     cdef readonly int64_t invalid_frees
@@ -36,7 +36,7 @@ cdef class BlockHome:
     cdef list vacant
 
 
-cdef class HandleTable:
+cdef class ViewTable:
     cdef BlockHome home
 
 
@@ -54,20 +54,20 @@ cdef class KVCacheBlock:
     cdef HandMade hand_made
 
 
-cdef object new_handle(BlockHome home, int32_t node)
+cdef object kept_view(BlockHome home, int32_t node)
 cdef object fake_end(BlockHome home, int32_t which)
-cdef int open_handles(BlockHome home, int32_t capacity) except -1
-cdef void close_handles(BlockHome home) noexcept
+cdef int open_views(BlockHome home, int32_t capacity) except -1
+cdef void close_views(BlockHome home) noexcept
 
-cdef inline object handle_of(BlockHome home, int32_t node):
-    cdef PyObject *kept = NULL if home.handles is NULL else kvpool_read_once(&home.handles[node])
-    return new_handle(home, node) if kept is NULL else <object>kept
+cdef inline object view_of(BlockHome home, int32_t node):
+    cdef PyObject *kept = NULL if home.views is NULL else kvpool_read_once(&home.views[node])
+    return kept_view(home, node) if kept is NULL else <object>kept
 
-cdef inline PyObject *borrowed_handle(BlockHome home, int32_t node) except NULL:
+cdef inline PyObject *borrowed_view(BlockHome home, int32_t node) except NULL:
     """The table owns a reference, so a live pool need not count one for each block that passes by."""
-    if kvpool_read_once(&home.handles[node]) is NULL:
-        new_handle(home, node)
-    return kvpool_read_once(&home.handles[node])
+    if kvpool_read_once(&home.views[node]) is NULL:
+        kept_view(home, node)
+    return kvpool_read_once(&home.views[node])
 
 cdef inline int32_t num_free_of(BlockHome home) noexcept:
     cdef int32_t num_free

@@ -1,7 +1,6 @@
-from typing import final
+from typing import Any, final
 
 from kvpool.hashing.block_hash import BlockHashWithGroupId
-from kvpool.native.allocator import BlockAllocator
 
 __all__ = ["KVCacheBlock"]
 
@@ -31,7 +30,7 @@ class KVCacheBlock:
     @is_null.setter
     def is_null(self, value: bool) -> None: ...
     @property
-    def pool(self) -> BlockAllocator | None: ...
+    def pool(self) -> Any: ...  # a BlockPool or None
     @property
     def prev_free_block(self) -> KVCacheBlock | None: ...
     @prev_free_block.setter

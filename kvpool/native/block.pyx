@@ -40,14 +40,14 @@ cdef class BlockHome:
         self.owner = None
 
     def __dealloc__(self):
-        close_handles(self)
+        close_views(self)
         kvp_pool_destroy(self.pool)
         kvp_free(self.own_links.links)
 
 
 @cython.final
 @cython.no_gc
-cdef class HandleTable:
+cdef class ViewTable:
     """Held by a pool or a queue alone, so that the views go with it, also when the garbage collector takes it apart."""
 
     def __cinit__(self, BlockHome home not None):
@@ -55,30 +55,30 @@ cdef class HandleTable:
 
     def __dealloc__(self):
         if self.home is not None:
-            close_handles(self.home)
+            close_views(self.home)
 
 
-cdef int open_handles(BlockHome home, int32_t capacity) except -1:
+cdef int open_views(BlockHome home, int32_t capacity) except -1:
     """Room for one view per block and the two fake ends. Zeroed memory: untouched, it costs nothing."""
-    home.handles = <PyObject **>kvp_calloc(<size_t>capacity + 2, sizeof(PyObject *))
-    if home.handles is NULL:
+    home.views = <PyObject **>kvp_calloc(<size_t>capacity + 2, sizeof(PyObject *))
+    if home.views is NULL:
         raise MemoryError(f"no memory for a table of {capacity} block views")
-    home.num_handles = capacity
+    home.num_views = capacity
     return 0
 
 
-cdef void close_handles(BlockHome home) noexcept:
-    cdef PyObject **handles
+cdef void close_views(BlockHome home) noexcept:
+    cdef PyObject **views
     cdef Py_ssize_t i
     kvpool_lock_acquire(&home.lock)
-    handles, home.handles = home.handles, NULL
+    views, home.views = home.views, NULL
     kvpool_lock_release(&home.lock)
-    if handles is NULL:
+    if views is NULL:
         return
-    for i in range(<Py_ssize_t>home.num_handles + 2):
-        if handles[i] is not NULL:
-            Py_DECREF(<object>handles[i])
-    kvp_free(handles)
+    for i in range(<Py_ssize_t>home.num_views + 2):
+        if views[i] is not NULL:
+            Py_DECREF(<object>views[i])
+    kvp_free(views)
 
 
 cdef KVCacheBlock make_view(BlockHome home, int32_t node, int32_t block_id):
@@ -93,23 +93,23 @@ cdef object remember(BlockHome home, Py_ssize_t place, KVCacheBlock block):
     """The view kept at this place of the table: the one of another thread that came first, else this one."""
     cdef object kept = block
     kvpool_lock_acquire(&home.lock)
-    if home.handles is not NULL:
-        if home.handles[place] is not NULL:
-            kept = <object>home.handles[place]
+    if home.views is not NULL:
+        if home.views[place] is not NULL:
+            kept = <object>home.views[place]
         else:
             Py_INCREF(block)
-            kvpool_write_once(&home.handles[place], <PyObject *>block)
+            kvpool_write_once(&home.views[place], <PyObject *>block)
     kvpool_lock_release(&home.lock)
     return kept
 
 
-cdef object new_handle(BlockHome home, int32_t node):
+cdef object kept_view(BlockHome home, int32_t node):
     return remember(home, node, make_view(home, node, node))
 
 
 cdef object fake_end(BlockHome home, int32_t which):
-    cdef Py_ssize_t place = <Py_ssize_t>home.num_handles + (1 if which == FAKE_TAIL else 0)
-    cdef PyObject *kept = NULL if home.handles is NULL else kvpool_read_once(&home.handles[place])
+    cdef Py_ssize_t place = <Py_ssize_t>home.num_views + (1 if which == FAKE_TAIL else 0)
+    cdef PyObject *kept = NULL if home.views is NULL else kvpool_read_once(&home.views[place])
     if kept is not NULL:
         return <object>kept
     return remember(home, place, make_view(home, which, KVP_NONE))
@@ -185,7 +185,7 @@ cdef int raise_status(kvp_status_t status, const kvp_fault_t *fault, str call, B
     cdef str where = "" if fault is NULL or fault.index < 0 else f" (entry {fault.index} of the batch)"
     cdef object block = "?" if fault is NULL else fault.block_id
     if status == KVP_ERR_BLOCK_ID:
-        last = "the last of the pool" if home is None else home.num_handles - 1
+        last = "the last of the pool" if home is None else home.num_views - 1
         raise BlockStateError(f"{call}: block id {block}{where} is not in 0 .. {last}")
     cdef dict reasons = {
         KVP_ERR_NULL_BLOCK: "is the null block, which is never freed, queued or cached",
@@ -364,7 +364,7 @@ cdef class KVCacheBlock:
         if self.node != FAKE_TAIL and not kvp_free_list_is_queued(home.links, self.node):
             return None
         before = kvp_free_list_before(home.links, KVP_NONE if self.node == FAKE_TAIL else self.node)
-        return fake_end(home, FAKE_HEAD) if before == KVP_NONE else handle_of(home, before)
+        return fake_end(home, FAKE_HEAD) if before == KVP_NONE else view_of(home, before)
 
     @prev_free_block.setter
     def prev_free_block(self, value):
@@ -380,7 +380,7 @@ cdef class KVCacheBlock:
         if self.node != FAKE_HEAD and not kvp_free_list_is_queued(home.links, self.node):
             return None
         after = kvp_free_list_after(home.links, KVP_NONE if self.node == FAKE_HEAD else self.node)
-        return fake_end(home, FAKE_TAIL) if after == KVP_NONE else handle_of(home, after)
+        return fake_end(home, FAKE_TAIL) if after == KVP_NONE else view_of(home, after)
 
     @next_free_block.setter
     def next_free_block(self, value):

@@ -8,7 +8,7 @@ cdef class BlockSequence:
     cdef int32_t *ids
     cdef Py_ssize_t length
     cdef Py_ssize_t capacity
-    cdef BlockHome the_home(self)
+    cdef BlockHome checked_home(self)
     cdef int32_t node_of(self, object block) except -1
     cdef Py_ssize_t place(self, Py_ssize_t i) except -1
     cdef BlockSequence of_blocks(self, object blocks)

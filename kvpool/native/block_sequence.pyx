@@ -7,7 +7,7 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t
 from libc.string cimport memcmp, memcpy
 
-from kvpool.native.block cimport BlockHome, handle_of, node_in
+from kvpool.native.block cimport BlockHome, view_of, node_in
 from kvpool.native.memory cimport kvp_free, kvp_realloc, kvpool_share_memory
 
 from collections.abc import Sequence
@@ -68,14 +68,14 @@ cdef class BlockSequence:
         return 0
 
     cdef int32_t node_of(self, object block) except -1:
-        cdef int32_t node = node_in(self.the_home(), <PyObject *>block)
+        cdef int32_t node = node_in(self.checked_home(), <PyObject *>block)
         if node >= 0:
             return node
         if hasattr(block, "block_id"):
             raise BlockStateError(f"not a block of the pool of this table: {block!r}")
         raise TypeError(f"a table holds blocks, not {type(block).__name__}: {block!r}")
 
-    cdef BlockHome the_home(self):
+    cdef BlockHome checked_home(self):
         if self.home is None:
             raise BlockStateError("tables are made by BlockPool.new_block_table()")
         return self.home
@@ -93,14 +93,14 @@ cdef class BlockSequence:
         cdef Py_ssize_t start, stop, step, i, n
         cdef list views
         if not isinstance(index, slice):
-            return handle_of(self.home, self.ids[self.place(index)])
+            return view_of(self.home, self.ids[self.place(index)])
         PySlice_Unpack(index, &start, &stop, &step)
         n = PySlice_AdjustIndices(self.length, &start, &stop, step)
         views = PyList_New(n)
         for i in range(n):
             if start + i * step >= self.length:  # the list may have set off the garbage collector, and that anything
                 raise BlockStateError("the table got shorter while it was read")
-            view = handle_of(self.home, self.ids[start + i * step])
+            view = view_of(self.home, self.ids[start + i * step])
             Py_INCREF(view)
             set_new_item(views, i, view)
         return views
@@ -122,22 +122,22 @@ cdef class BlockSequence:
     cdef BlockSequence of_blocks(self, object blocks):
         """The ids of any iterable of blocks, all checked."""
         cdef BlockSequence made
-        if type(blocks) is BlockSequence and (<BlockSequence>blocks).home is self.the_home():
+        if type(blocks) is BlockSequence and (<BlockSequence>blocks).home is self.checked_home():
             return <BlockSequence>blocks
-        made = new_sequence(self.the_home(), 0)
+        made = new_sequence(self.checked_home(), 0)
         for block in blocks:
             made.append(block)
         return made
 
     def append(self, block):
-        """O(1), on the average."""
+        """Add a block at the end. O(1), on the average."""
         cdef int32_t node = self.node_of(block)
         self.reserve(1)
         self.ids[self.length] = node
         self.length += 1
 
     def extend(self, blocks):
-        """All or nothing. O(len(blocks))."""
+        """Add blocks at the end, all of them or none. O(len(blocks))."""
         cdef BlockSequence checked = self.of_blocks(blocks)
         cdef Py_ssize_t n = checked.length
         if n > 0:
@@ -171,7 +171,7 @@ cdef class BlockSequence:
         if len(items) != self.length:
             return False
         for i in range(self.length):
-            if items[i] is not handle_of(self.home, self.ids[i]):
+            if items[i] is not view_of(self.home, self.ids[i]):
                 return False
         return True
 

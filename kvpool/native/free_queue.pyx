@@ -1,4 +1,4 @@
-"""FreeKVCacheBlockQueue: the free list, seen as vLLM shows it."""
+"""FreeKVCacheBlockQueue: the free list, with the calls of vLLM's class of that name."""
 cimport cython
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
@@ -7,8 +7,8 @@ from libc.string cimport memset
 
 from kvpool.native.batch cimport parse_count
 from kvpool.native.block cimport (
-    FAKE_HEAD, FAKE_TAIL, BlockHome, HandleTable, KVCacheBlock, fake_end, handle_of, kvpool_lock_acquire,
-    kvpool_lock_release, open_handles, raise_status,
+    FAKE_HEAD, FAKE_TAIL, BlockHome, ViewTable, KVCacheBlock, fake_end, view_of, kvpool_lock_acquire,
+    kvpool_lock_release, open_views, raise_status,
 )
 from kvpool.native.kvp cimport (
     KVP_ERR_NOT_QUEUED, KVP_NONE, KVP_OK, KVP_PLACE_HEAD, KVP_PLACE_TAIL, kvp_fault_t, kvp_free_list_after,
@@ -29,40 +29,40 @@ cdef int give_room(BlockHome home, int32_t capacity) except -1:
     """A new, larger link array and view table for a stand-alone queue."""
     cdef kvp_link_t *links = <kvp_link_t *>kvp_malloc(kvp_free_list_links(capacity) * sizeof(kvp_link_t))
     cdef kvp_link_t *old_links = home.own_links.links
-    cdef PyObject **handles = NULL
+    cdef PyObject **views = NULL
     cdef PyObject *head = NULL
     cdef PyObject *tail = NULL
     if links is not NULL:
-        if home.handles is NULL:
+        if home.views is NULL:
             try:
-                open_handles(home, capacity)
+                open_views(home, capacity)
             except MemoryError:
                 kvp_free(links)
                 raise
-            handles = home.handles
+            views = home.views
         else:
-            head, tail = home.handles[home.num_handles], home.handles[home.num_handles + 1]
-            handles = <PyObject **>kvp_realloc(home.handles, (<size_t>capacity + 2) * sizeof(PyObject *))
-    if handles is NULL:
+            head, tail = home.views[home.num_views], home.views[home.num_views + 1]
+            views = <PyObject **>kvp_realloc(home.views, (<size_t>capacity + 2) * sizeof(PyObject *))
+    if views is NULL:
         kvp_free(links)
         raise MemoryError(f"no memory for a queue of {capacity} blocks")
     if old_links is NULL:
         kvp_free_list_init(&home.own_links, links, capacity, capacity)
     else:
-        memset(handles + home.num_handles, 0, (<size_t>(capacity - home.num_handles) + 2) * sizeof(PyObject *))
-        handles[capacity], handles[capacity + 1] = head, tail
+        memset(views + home.num_views, 0, (<size_t>(capacity - home.num_views) + 2) * sizeof(PyObject *))
+        views[capacity], views[capacity + 1] = head, tail
         kvp_free_list_move(&home.own_links, links, capacity)
         kvp_free(old_links)
-    home.handles = handles
-    home.num_handles = capacity
+    home.views = views
+    home.num_views = capacity
     return 0
 
 
 cdef int leave_home(KVCacheBlock block) except -1:
     """The place that a block had in a queue it is no longer in is for the next one that comes there."""
     cdef BlockHome home = block.home
-    if home is not None and home.handles is not NULL:
-        home.handles[block.node] = NULL
+    if home is not None and home.views is not NULL:
+        home.views[block.node] = NULL
         home.vacant.append(block.node)
         Py_DECREF(block)
     return 0
@@ -89,7 +89,7 @@ cdef class FreeKVCacheBlockQueue:
     vLLM: ``FreeKVCacheBlockQueue``.
     """
     cdef BlockHome home
-    cdef HandleTable table
+    cdef ViewTable table
     cdef int32_t num_adopted
     cdef bint stand_alone
     cdef list set_aside
@@ -104,7 +104,7 @@ cdef class FreeKVCacheBlockQueue:
         home.links = &home.own_links
         home.vacant = []
         give_room(home, 8)
-        self.table = HandleTable(home)
+        self.table = ViewTable(home)
         self.stand_alone = True
         self.home = home
         self.append_n(batch)
@@ -123,22 +123,22 @@ cdef class FreeKVCacheBlockQueue:
             return block.node
         if block.hand_made is None:
             raise BlockStateError(f"block {block.block_id} belongs to a pool: a stand-alone queue takes KVCacheBlock(i)")
-        if block.home is not None and block.home.handles is not NULL:
+        if block.home is not None and block.home.views is not NULL:
             if kvp_free_list_is_queued(block.home.links, block.node):
                 raise BlockStateError(f"block {block.block_id} is in another queue")
         cdef int32_t node
         if home.vacant:
             node = home.vacant.pop()
         else:
-            if self.num_adopted == home.num_handles:
-                if home.num_handles > INT32_MAX // 2:
+            if self.num_adopted == home.num_views:
+                if home.num_views > INT32_MAX // 2:
                     raise MemoryError("a queue holds at most 2**31 - 1 blocks")
-                give_room(home, 2 * home.num_handles)
+                give_room(home, 2 * home.num_views)
             node = self.num_adopted
             self.num_adopted += 1
         leave_home(block)
         Py_INCREF(block)
-        home.handles[node] = <PyObject *>block
+        home.views[node] = <PyObject *>block
         block.home = home
         block.node = node
         return node
@@ -174,7 +174,7 @@ cdef class FreeKVCacheBlockQueue:
             kvpool_lock_release(&home.lock)
             raise_status(status, NULL, "popleft_n", home)
             try:
-                return [handle_of(home, nodes[i]) for i in range(n)]
+                return [view_of(home, nodes[i]) for i in range(n)]
             except BaseException:
                 self.put_back(nodes, n)
                 raise
@@ -319,7 +319,7 @@ cdef class FreeKVCacheBlockQueue:
         cdef list blocks = []
         cdef int32_t node = kvp_free_list_after(self.home.links, KVP_NONE)
         while node != KVP_NONE:
-            blocks.append(handle_of(self.home, node))
+            blocks.append(view_of(self.home, node))
             node = kvp_free_list_after(self.home.links, node)
         return blocks
 

@@ -1,17 +1,15 @@
 from collections.abc import Iterable, Sequence
-
-from kvpool.cache.blocks import KVCacheBlocks
-from kvpool.request import Request
+from typing import Any
 
 __all__ = ["KVCacheManagerBase"]
 
 class KVCacheManagerBase:
     def allocate_slots(
         self,
-        request: Request,
+        request: Any,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
-        new_computed_blocks: KVCacheBlocks | None = None,
+        new_computed_blocks: Any = None,
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
@@ -20,8 +18,8 @@ class KVCacheManagerBase:
         reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: Sequence[int] = (),
-    ) -> KVCacheBlocks | None: ...
-    def allocate_decode(self, requests: Iterable[Request]) -> list[KVCacheBlocks | None]: ...
-    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]: ...
-    def get_computed_blocks_and_boundary(self, request: Request) -> tuple[KVCacheBlocks, int, int]: ...
-    def free(self, request: Request) -> None: ...
+    ) -> Any: ...
+    def allocate_decode(self, requests: Iterable[Any]) -> list[Any]: ...
+    def get_computed_blocks(self, request: Any) -> tuple[Any, int]: ...
+    def get_computed_blocks_and_boundary(self, request: Any) -> tuple[Any, int, int]: ...
+    def free(self, request: Any) -> None: ...

@@ -1,10 +1,12 @@
-"""What a scheduler asks of a cache manager at every step, compiled: all of it for the case that nearly every model is, one
-group of full attention whose blocks are as long as the hashes'; for groups of full attention, windows and stretches
-together, the step that changes nothing, which nearly every decode step is.
+"""The calls of ``KVCacheManager`` that a scheduler makes at every step, compiled.
 
-The state is that of the managers: their dicts of block tables and counts, and the pool. A call that is anything but plain
-(events, metrics, external tokens, a hit that ends inside a block, drafts ...) goes on to the general code, which finds the
-state as it would have left it.
+Two cases are served here. With one group of full attention whose blocks are as long as the hashes' (nearly every model),
+allocation, look-up and free. With several groups of full attention, sliding windows and chunked local attention, the step
+that finds every slot it needs in the tables (nearly every decode step).
+
+The state stays in the managers' dicts of block tables and counts, and in the pool. Any other call (events, metrics,
+external tokens, a hit that ends inside a block, drafts ...) goes on to ``kvpool.cache.manager``, which finds the state as
+it would have left it itself.
 """
 from cpython.dict cimport PyDict_GetItemWithError, PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
@@ -48,17 +50,17 @@ cdef class GroupTables:
     cdef object partial_hits  # a hit that ends inside a block
     cdef Py_ssize_t block_size
     cdef Py_ssize_t window   # tokens that a token attends to, those retained in addition with them; 0: no window
-    cdef Py_ssize_t stretch  # tokens of a stretch of chunked local attention; 0: none
+    cdef Py_ssize_t chunk_size  # tokens of a chunk of local attention; 0: none
     cdef Py_ssize_t aligned  # tokens; blocks are cached up to a multiple of it
     cdef bint caches
 
-    def __init__(self, manager, window, stretch, aligned):
+    def __init__(self, manager, window, chunk_size, aligned):
         self.tables = manager.req_to_blocks
         self.num_cached = manager.num_cached_block
         self.partial_hits = manager._partial_hit_reqs
         self.block_size = manager.block_size
         self.window = min(window, INT32_MAX)
-        self.stretch = min(stretch, INT32_MAX)
+        self.chunk_size = min(chunk_size, INT32_MAX)
         self.aligned = min(aligned, INT32_MAX)
         self.caches = manager.enable_caching and manager.kv_cache_spec.prefix_cacheable
 
@@ -77,8 +79,8 @@ cdef class GroupTables:
             return False
         if self.window > 0:
             num_skipped = (num_read - self.window + 1) // self.block_size if num_read >= self.window else 0
-        elif self.stretch > 0:
-            num_skipped = num_read // self.stretch * self.stretch // self.block_size
+        elif self.chunk_size > 0:
+            num_skipped = num_read // self.chunk_size * self.chunk_size // self.block_size
         num_skipped = min(num_skipped, table.length)
         if num_skipped > 0 and table.ids[num_skipped - 1] != KVP_NULL_BLOCK:
             return False
@@ -90,7 +92,7 @@ cdef class GroupTables:
 
 
 cdef class KVCacheManagerBase:
-    """Hot half of ``KVCacheManager``; see there. ``_bind_full_attention`` or ``_bind_groups`` turn it on."""
+    """The compiled calls of ``KVCacheManager``; ``_bind_full_attention`` or ``_bind_groups`` turn them on."""
     cdef PrefixCache pool
     cdef list groups        # of GroupTables
     cdef Py_ssize_t hash_size
@@ -121,7 +123,7 @@ cdef class KVCacheManagerBase:
         """
         if not 0 < manager.block_size <= MOST:
             return
-        self.home = pool.the_home()
+        self.home = pool.checked_home()
         self.tables = manager.req_to_blocks
         self.num_cached = manager.num_cached_block
         self.partial_hits = manager._partial_hit_reqs
@@ -138,12 +140,12 @@ cdef class KVCacheManagerBase:
         """Serves the steps that change nothing from here.
 
         Args:
-            groups: of every group the manager, its window or 0, its stretch or 0, and the tokens to a multiple of which
-                it caches (1 where that is not known: some steps more go to the general code).
+            groups: of every group the manager, its window or 0, its chunk size or 0, and the tokens to a multiple of which it
+                caches (1 where that is not known: some more steps go to the general code).
         """
         if not all(0 < size <= MOST for size in (hash_block_size, *(group[0].block_size for group in groups))):
             return
-        self.home = pool.the_home()
+        self.home = pool.checked_home()
         self.no_blocks = no_blocks
         self.longest = min(max_model_len, INT32_MAX)
         self.watermark = min(watermark_blocks, INT32_MAX)

@@ -76,7 +76,7 @@ def allocate_table(pool, num_blocks):
     """
     if not is_plain(pool):
         return operations.allocate_table(pool, num_blocks)
-    cdef BlockHome home = (<BlockAllocator>pool).the_home()
+    cdef BlockHome home = (<BlockAllocator>pool).checked_home()
     cdef int32_t i, n = parse_count(num_blocks)
     cdef int32_t small[SMALL]
     cdef kvp_status_t status
@@ -112,7 +112,7 @@ def touch_table(pool, list block_ids not None):
     cdef Py_ssize_t n = PyList_GET_SIZE(block_ids)
     cdef int32_t small[SMALL]
     cdef int32_t *ids = ids_of_size(n, small)
-    (<BlockAllocator>pool).the_home()
+    (<BlockAllocator>pool).checked_home()
     try:
         read_table(block_ids, n, ids, False)
         (<BlockAllocator>pool).touch_nodes(ids, n, "touch_table")
@@ -124,7 +124,7 @@ def free_table(pool, list table not None):
     """``pool.free_ids`` of a list, the last block first, so that a prefix is evicted from its end. O(len)."""
     if not is_plain(pool) or (<BlockAllocator>pool).on_invalid_free == "warn":
         return operations.free_table(pool, table)
-    cdef BlockHome home = (<BlockAllocator>pool).the_home()
+    cdef BlockHome home = (<BlockAllocator>pool).checked_home()
     cdef Py_ssize_t n = PyList_GET_SIZE(table)
     cdef int32_t small[SMALL]
     cdef int32_t *ids = ids_of_size(n, small)
@@ -150,7 +150,7 @@ def find_prefix_of_tokens(pool, hasher, list token_ids not None, max_blocks):
     if not is_plain(pool) or not can_hash(hasher):
         return operations.find_prefix_of_tokens(pool, hasher, token_ids, max_blocks)
     cdef Py_ssize_t most = min(index(max_blocks), INT32_MAX)
-    cdef BlockHome home = (<BlockAllocator>pool).the_home()
+    cdef BlockHome home = (<BlockAllocator>pool).checked_home()
     cdef BlockHasherBase native = hasher
     cdef Py_ssize_t size = native.block_size, start = 0
     cdef bytes digest = hasher.none_hash
@@ -231,7 +231,7 @@ def cache_completed_blocks(pool, hasher, list table not None, list token_ids not
     """
     if not is_plain(pool) or not can_hash(hasher):
         return operations.cache_completed_blocks(pool, hasher, table, token_ids, max_new_blocks)
-    cdef BlockHome home = (<BlockAllocator>pool).the_home()
+    cdef BlockHome home = (<BlockAllocator>pool).checked_home()
     cdef BlockHasherBase native = hasher
     cdef Py_ssize_t size = native.block_size
     cdef Py_ssize_t most = min(index(max_new_blocks), INT32_MAX)

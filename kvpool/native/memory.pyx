@@ -1,4 +1,4 @@
-"""Memory that runs out when a test says so, in debug builds (KVPOOL_DEBUG=1). In others there is nothing behind it."""
+"""Lets tests make an allocation of the native code fail, in debug builds (KVPOOL_DEBUG=1); in others nothing fails."""
 from kvpool.native.memory cimport kvpool_fail_allocation, kvpool_memory_state, kvpool_num_live_allocations
 
 __all__ = ["CAN_FAIL", "fail_allocation", "num_live_allocations"]
@@ -8,7 +8,7 @@ CAN_FAIL = _state is not None
 
 
 def fail_allocation(n):
-    """The n-th allocation from now on of the native code fails, once; 0: none does.
+    """Make the n-th allocation of the native code from now on fail, once; 0: none.
 
     Returns:
         int: allocations that have failed since the call before.

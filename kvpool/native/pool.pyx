@@ -1,7 +1,7 @@
-"""The native pool, and everything that the package takes from the extension modules.
+"""The native pool, and the names that the package takes from the extension modules.
 
-``BlockPoolBase`` is the hot half of ``BlockPool``: ``BlockAllocator`` and ``PrefixCache`` with block objects, and here the
-same with arrays of ids, for callers that need no object per block.
+``BlockPoolBase`` has the calls of ``BlockPool`` that run at every step: with block objects in ``BlockAllocator`` and
+``PrefixCache``, and here with arrays of ids, for callers that need no object per block.
 """
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from libc.stdint cimport INT32_MAX, int32_t, uint32_t
@@ -12,7 +12,7 @@ from kvpool.native.batch cimport (
     SMALL, IdBuffer, IdCopy, copy_ids, data_of, ids_of_size, keys_of_size, new_ids, open_buffer, parse_count, read_ids, release_batch,
 )
 from kvpool.native.block cimport (
-    BlockHome, handle_of, kvpool_lock_acquire, kvpool_lock_release, num_free_of, parse_digest, parse_group,
+    BlockHome, view_of, kvpool_lock_acquire, kvpool_lock_release, num_free_of, parse_digest, parse_group,
     raise_status,
 )
 from kvpool.native.kvp cimport (
@@ -62,7 +62,7 @@ BUILD_INFO = {
 
 
 cdef class BlockPoolBase(PrefixCache):
-    """See ``BlockPool``."""
+    """The calls of ``BlockPool`` that are compiled, those with ids included."""
 
     def allocate_ids(self, n, out=None):
         """Take blocks as ``get_new_blocks`` does, and return their ids. O(n).
@@ -79,7 +79,7 @@ cdef class BlockPoolBase(PrefixCache):
             TypeError: n is no int, or out no writable int32 buffer.
             InvalidArgumentError: n is negative, or out of another length.
         """
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         cdef int32_t count = parse_count(n)
         cdef IdBuffer buffer
         cdef kvp_status_t status
@@ -117,7 +117,7 @@ cdef class BlockPoolBase(PrefixCache):
     def free_ids(self, ids, bint prepend=False):
         """Give references back as ``free_blocks`` does, by ids: an int32 buffer of shape (n,). An id outside the pool
         is an invalid entry like any other: BlockStateError, or skipped. O(n)."""
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         cdef IdBuffer buffer
         cdef const int32_t *data
         cdef Py_ssize_t n
@@ -136,7 +136,7 @@ cdef class BlockPoolBase(PrefixCache):
 
     def get_ref_counts(self):
         """``ref_cnt`` of every block, a new int32 array of shape (num_gpu_blocks,). O(blocks)."""
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         cdef object counts = new_ids(home.pool.num_blocks)
         kvpool_lock_acquire(&home.lock)
         memcpy(data_of(counts), home.pool.ref_cnt, <size_t>home.pool.num_blocks * sizeof(int32_t))
@@ -146,7 +146,7 @@ cdef class BlockPoolBase(PrefixCache):
     def touch_ids(self, ids):
         """Add references as ``touch`` does, by ids: an int32 buffer of shape (n,). BlockStateError names an id outside
         the pool. O(n)."""
-        self.the_home()
+        self.checked_home()
         cdef IdBuffer buffer
         cdef const int32_t *data
         cdef Py_ssize_t n
@@ -163,7 +163,7 @@ cdef class BlockPoolBase(PrefixCache):
         cdef Py_ssize_t i
         self.touch_nodes(own.data, own.length, "touch_ids")
         for i in range(own.length):
-            self.metrics_collector.on_block_accessed(handle_of(home, own.data[i]))
+            self.metrics_collector.on_block_accessed(view_of(home, own.data[i]))
         return 0
 
     def find_prefix_ids(self, block_hashes, group_id=0, max_blocks=None):
@@ -177,7 +177,7 @@ cdef class BlockPoolBase(PrefixCache):
         Returns:
             An int32 array of shape (hits,). O(hits).
         """
-        self.the_home()
+        self.checked_home()
         cdef uint32_t group = parse_group(group_id)
         cdef Py_ssize_t n = INT32_MAX if max_blocks is None else parse_count(max_blocks), done
         cdef list hashes = block_hashes if type(block_hashes) is list else list(block_hashes)
@@ -206,7 +206,7 @@ cdef class BlockPoolBase(PrefixCache):
             InvalidArgumentError: not one digest per id, or one over 32 bytes.
             KvpoolError: events are enabled; they name tokens, which this call does not know.
         """
-        self.the_home()
+        self.checked_home()
         if self.enable_kv_cache_events:
             raise KvpoolError("cache_ids knows no tokens, so it can't report a BlockStored event: use cache_full_blocks")
         cdef uint32_t group = parse_group(group_id)

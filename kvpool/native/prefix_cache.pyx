@@ -5,7 +5,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 from kvpool.native.allocator cimport BlockAllocator
 from kvpool.native.batch cimport SMALL, ids_of_size, keys_of_size, release_batch
 from kvpool.native.block cimport (
-    BlockHome, KVCacheBlock as _KVCacheBlock, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release,
+    BlockHome, KVCacheBlock as _KVCacheBlock, view_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release,
     node_in,
     parse_digest, parse_group, parse_key, parse_tokens, raise_status,
 )
@@ -37,7 +37,7 @@ cdef bint is_null_block(object block) except -1:
 
 
 cdef class PrefixCache(BlockAllocator):
-    """See ``BlockPool``."""
+    """The calls of ``BlockPool`` for hashes."""
 
     def get_cached_block(self, block_hash, kv_cache_group_ids):
         """The first cached block with this hash in each group, or None if one of the groups has none. O(groups).
@@ -46,7 +46,7 @@ cdef class PrefixCache(BlockAllocator):
             TypeError, InvalidArgumentError: block_hash is not bytes, or over 32 long.
             OverflowError: a group id is negative or needs over 4 bytes.
         """
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         cdef list groups = kv_cache_group_ids if type(kv_cache_group_ids) is list else list(kv_cache_group_ids)
         cdef list found = []
         cdef kvp_key_t key
@@ -62,7 +62,7 @@ cdef class PrefixCache(BlockAllocator):
             kvpool_lock_release(&home.lock)
             if entry == KVP_NONE:
                 return None if self.hand_made is None else self.cached_by_hand(block_hash, groups)
-            found.append(handle_of(home, block_id))
+            found.append(view_of(home, block_id))
         return found
 
     cdef Py_ssize_t find_prefix(self, list hashes, Py_ssize_t n, uint32_t group_id, int32_t *ids) except -1:
@@ -111,7 +111,7 @@ cdef class PrefixCache(BlockAllocator):
 
     def _cache_full_blocks(self, request, blocks, Py_ssize_t num_cached_blocks, Py_ssize_t num_full_blocks,
                            Py_ssize_t block_size, kv_cache_group_id, block_mask=None):
-        self.the_home()
+        self.checked_home()
         if num_cached_blocks >= num_full_blocks:
             return
         cdef uint32_t group_id = parse_group(kv_cache_group_id)
@@ -243,7 +243,7 @@ cdef class PrefixCache(BlockAllocator):
         raise_status(status, &fault, "insert hash", self.home)
 
     def _reset_hashes(self):
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         kvpool_lock_acquire(&home.lock)
         kvp_pool_reset_hashes(home.pool)
         kvpool_lock_release(&home.lock)
@@ -292,5 +292,5 @@ cdef class PrefixCache(BlockAllocator):
         return 1
 
     def _count_eviction(self):
-        cdef BlockHome home = self.the_home()
+        cdef BlockHome home = self.checked_home()
         home.pool.num_evicted += 1

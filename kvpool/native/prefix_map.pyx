@@ -1,11 +1,11 @@
-"""BlockHashToBlockMap: the prefix map, seen as vLLM shows it."""
+"""BlockHashToBlockMap: the prefix map, with the calls of vLLM's class of that name."""
 cimport cython
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_Check
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvpool.native.block cimport (
-    BlockHome, KVCacheBlock, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release, kvpool_lock_t,
+    BlockHome, KVCacheBlock, view_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release, kvpool_lock_t,
     parse_key, raise_status,
 )
 from kvpool.native.kvp cimport (
@@ -82,7 +82,7 @@ cdef class BlockHashToBlockMap:
         if self.owns_map:
             kvp_map_destroy(self.map)
 
-    cdef kvpool_lock_t *the_lock(self) except NULL:
+    cdef kvpool_lock_t *checked_lock(self) except NULL:
         if self.map is NULL:
             raise BlockStateError("this map was never initialised")
         return &self.lock if self.owns_map else &self.home.lock
@@ -90,7 +90,7 @@ cdef class BlockHashToBlockMap:
     def get_one_block(self, key):
         """The first inserted of the key's blocks, None if there is none."""
         cdef kvp_key_t parsed
-        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef kvpool_lock_t *lock = self.checked_lock()
         parse_key(key, &parsed)
         kvpool_lock_acquire(lock)
         cdef int32_t entry = kvp_map_find(self.map, &parsed)
@@ -98,12 +98,12 @@ cdef class BlockHashToBlockMap:
         kvpool_lock_release(lock)
         if entry == KVP_NONE:
             return None if self.hand_made is None else self.hand_made.get_one_block(key)
-        return self.blocks[entry] if self.owns_map else handle_of(self.home, block_id)
+        return self.blocks[entry] if self.owns_map else view_of(self.home, block_id)
 
     def contain(self, key, block_id):
         """Whether the key leads to the block with this id."""
         cdef kvp_key_t parsed
-        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef kvpool_lock_t *lock = self.checked_lock()
         cdef int32_t wanted = parse_wanted_id(block_id)
         parse_key(key, &parsed)
         kvpool_lock_acquire(lock)
@@ -117,7 +117,7 @@ cdef class BlockHashToBlockMap:
         cdef kvp_fault_t fault
         cdef kvp_status_t status
         cdef int32_t entry
-        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef kvpool_lock_t *lock = self.checked_lock()
         parse_key(key, &parsed)
         if type(block) is not KVCacheBlock:
             raise TypeError(f"a map holds KVCacheBlock objects, not {type(block).__name__}: {block!r}")
@@ -146,7 +146,7 @@ cdef class BlockHashToBlockMap:
         """Take one block from under the key. None, and nothing changed, if the key does not lead to that id."""
         cdef kvp_key_t parsed
         cdef int32_t entry
-        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef kvpool_lock_t *lock = self.checked_lock()
         cdef int32_t wanted = parse_wanted_id(block_id)
         parse_key(key, &parsed)
         if self.owns_map:
@@ -159,11 +159,11 @@ cdef class BlockHashToBlockMap:
         cdef bint removed = kvp_pool_remove_key(self.home.pool, &parsed, wanted)
         kvpool_lock_release(lock)
         if removed:
-            return handle_of(self.home, wanted)
+            return view_of(self.home, wanted)
         return None if self.hand_made is None else self.hand_made.pop(key, block_id)
 
     def __len__(self):
-        self.the_lock()
+        self.checked_lock()
         return self.map.num_keys + (0 if self.hand_made is None else len(self.hand_made))
 
     # ---- all of it, for MapEntries ----
@@ -171,13 +171,13 @@ cdef class BlockHashToBlockMap:
     @property
     def _cache(self):
         """The map as vLLM's private dict shows it; changes go to the map."""
-        self.the_lock()
+        self.checked_lock()
         return MapEntries(self)
 
     def _blocks_of(self, key):
         """The key's blocks in insertion order."""
         cdef kvp_key_t parsed
-        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef kvpool_lock_t *lock = self.checked_lock()
         cdef list nodes = []
         parse_key(key, &parsed)
         kvpool_lock_acquire(lock)
@@ -191,12 +191,12 @@ cdef class BlockHashToBlockMap:
         kvpool_lock_release(lock)
         if self.owns_map:
             return [self.blocks[node] for node in nodes]
-        return [handle_of(self.home, node) for node in nodes] + (
+        return [view_of(self.home, node) for node in nodes] + (
             [] if self.hand_made is None else self.hand_made._blocks_of(key))
 
     def _keys(self):
         """All keys: of a stand-alone map in insertion order, else in the order of their first blocks. O(blocks)."""
-        cdef kvpool_lock_t *lock = self.the_lock()
+        cdef kvpool_lock_t *lock = self.checked_lock()
         cdef list keys = []
         cdef int32_t node, entry
         kvpool_lock_acquire(lock)

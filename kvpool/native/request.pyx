@@ -1,5 +1,5 @@
-"""What a scheduler does with a request at every step, native: its tokens, their number, and the block hashes that
-follow them. ``kvpool.reference.request`` says the same in Python."""
+"""The part of a request that changes at every step, compiled: its tokens, their number, and the block hashes that follow
+them. ``kvpool.reference.request`` says the same in Python."""
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE, PyList_GetSlice
 from cpython.long cimport PyLong_CheckExact

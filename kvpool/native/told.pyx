@@ -1,5 +1,5 @@
-"""What a recording has told of requests, compared with what they are: at every decode step, so it is native.
-``kvpool.recording.told`` says the same in Python."""
+"""Compares what a recording has written about requests with what they are now. Compiled because it runs at every decode
+step; ``kvpool.recording.told`` says the same in Python."""
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.list cimport PyList_GET_SIZE
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t

@@ -3,7 +3,7 @@ cimport cython
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_Check
 from libc.stdint cimport int32_t
 
-from kvpool.native.block cimport BlockHome, handle_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release
+from kvpool.native.block cimport BlockHome, view_of, key_bytes, kvpool_lock_acquire, kvpool_lock_release
 from kvpool.native.kvp cimport KVP_NONE, kvp_map_entry, kvp_pool_next_secondary
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ __all__ = ["BlockList", "PoolStats", "SecondaryHashes"]
 
 @cython.no_gc
 cdef class PoolView:
-    """Of one home, which only a pool can give."""
+    """Shows a part of one pool's native state; only a pool can make it."""
 
     def __cinit__(self, BlockHome home not None):
         if home.pool is NULL:
@@ -28,28 +28,28 @@ cdef class BlockList(PoolView):
     """``pool.blocks``: all blocks by id, made on first use. Length, index, slice, iteration; read-only."""
 
     def __len__(self):
-        return self.home.num_handles
+        return self.home.num_views
 
     def __getitem__(self, which):
         if isinstance(which, slice):
-            return [handle_of(self.home, i) for i in range(*which.indices(self.home.num_handles))]
+            return [view_of(self.home, i) for i in range(*which.indices(self.home.num_views))]
         cdef Py_ssize_t i = which
         if i < 0:
-            i += self.home.num_handles
-        if i < 0 or i >= self.home.num_handles:
-            raise IndexError(f"block id {which} is not in 0 .. {self.home.num_handles - 1}")
-        return handle_of(self.home, <int32_t>i)
+            i += self.home.num_views
+        if i < 0 or i >= self.home.num_views:
+            raise IndexError(f"block id {which} is not in 0 .. {self.home.num_views - 1}")
+        return view_of(self.home, <int32_t>i)
 
     def __iter__(self):
         cdef int32_t i
-        for i in range(self.home.num_handles):
-            yield handle_of(self.home, i)
+        for i in range(self.home.num_views):
+            yield view_of(self.home, i)
 
 
 @cython.final
 @cython.no_gc
 cdef class SecondaryKeys(PoolView):
-    """The native half of ``SecondaryHashes``."""
+    """Reads the keys that ``SecondaryHashes`` shows."""
 
     def keys_of(self, block_id):
         cdef set keys = set()
@@ -63,7 +63,7 @@ cdef class SecondaryKeys(PoolView):
             except TypeError:
                 return frozenset()
         node = PyLong_AsLongAndOverflow(block_id, &overflow)
-        if overflow == 0 and 0 <= node < self.home.num_handles:
+        if overflow == 0 and 0 <= node < self.home.num_views:
             kvpool_lock_acquire(&self.home.lock)
             while True:
                 entry = kvp_pool_next_secondary(self.home.pool, <int32_t>node, entry)
@@ -75,7 +75,7 @@ cdef class SecondaryKeys(PoolView):
 
     def block_ids(self):
         return [
-            i for i in range(self.home.num_handles) if kvp_pool_next_secondary(self.home.pool, i, KVP_NONE) != KVP_NONE
+            i for i in range(self.home.num_views) if kvp_pool_next_secondary(self.home.pool, i, KVP_NONE) != KVP_NONE
         ]
 
 

@@ -720,10 +720,10 @@ def test_a_pool_is_initialised_once(backend: SimpleNamespace) -> None:
 
 @native_only
 def test_a_handle_table_without_a_home() -> None:
-    from kvpool.native.block import HandleTable
+    from kvpool.native.block import ViewTable
 
     for _ in range(100):
-        assert isinstance(attempt(lambda: HandleTable.__new__(HandleTable)), TypeError)
+        assert isinstance(attempt(lambda: ViewTable.__new__(ViewTable)), TypeError)
 
 
 def test_a_manager_that_is_made_again(backend: SimpleNamespace) -> None:

@@ -96,7 +96,7 @@ cdef class Core:
         buffer = read_ids(ids, &data, &n)
         self.touch_nodes(buffer.data, n, "touch_ids")
         for i in range(n):
-            self.metrics_collector.on_block_accessed(handle_of(self.home, buffer.data[i]))
+            self.metrics_collector.on_block_accessed(view_of(self.home, buffer.data[i]))
 """
     for source in (lookup, touch):
         assert all(borrowing_functions("old", source).values())

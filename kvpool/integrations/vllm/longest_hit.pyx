@@ -13,7 +13,7 @@ from libc.stdint cimport int32_t, uint32_t
 from kvpool.native.allocator cimport incref, set_item
 from kvpool.native.batch cimport plain_number
 from kvpool.native.block cimport (
-    BlockHome, KVCacheBlock as _KVCacheBlock, borrowed_handle, kvpool_lock_acquire, kvpool_lock_release, parse_digest,
+    BlockHome, KVCacheBlock as _KVCacheBlock, borrowed_view, kvpool_lock_acquire, kvpool_lock_release, parse_digest,
     parse_group,
 )
 from kvpool.native.kvp cimport KVP_NONE, KVP_NULL_BLOCK, kvp_key_t, kvp_map_entry, kvp_map_find
@@ -105,7 +105,7 @@ cdef class Lookup:
             raise IndexError(f"no block {num_rows} of {self.room}")
         column = PyList_New(num_rows)
         for i in range(num_rows):
-            view = borrowed_handle(self.home, self.ids[i * self.num_groups + g])
+            view = borrowed_view(self.home, self.ids[i * self.num_groups + g])
             incref(view)
             set_item(column, i, view)
         return column
@@ -121,7 +121,7 @@ cdef Lookup open_lookup(object block_hashes, object group_ids, object pool, Py_s
             or not 0 < PyList_GET_SIZE(group_ids) <= MANY_GROUPS):
         return None
     lookup = Lookup.__new__(Lookup)
-    lookup.home = (<PrefixCache>pool).the_home()
+    lookup.home = (<PrefixCache>pool).checked_home()
     hash_block_size = plain_number((<PrefixCache>pool).hash_block_size)
     if hash_block_size < 1 or block_size % hash_block_size != 0:
         return None
@@ -222,20 +222,20 @@ def find_window(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, k
 
 def find_local(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, drop_eagle_block,
                alignment_tokens, dcp_world_size=1, pcp_world_size=1):
-    """``ChunkedLocalAttentionManager.find_longest_cache_hit``: placeholders up to the piece that the next token is in,
-    and in that piece the blocks up to the first miss."""
+    """``ChunkedLocalAttentionManager.find_longest_cache_hit``: placeholders up to the chunk that the next token is in,
+    and in that chunk the blocks up to the first miss."""
     cdef Lookup lookup = None
-    cdef Py_ssize_t block_size, span, i, n
+    cdef Py_ssize_t block_size, chunk_size, i, n
     if (are_plain(max_length, alignment_tokens) and drop_eagle_block is False and dcp_world_size == 1
             and pcp_world_size == 1 and isinstance(kv_cache_spec, local_specs)
             and kv_cache_spec.block_size == alignment_tokens):
-        block_size, span = alignment_tokens, plain_number(kv_cache_spec.attention_chunk_size)
-        if span > 0:
+        block_size, chunk_size = alignment_tokens, plain_number(kv_cache_spec.attention_chunk_size)
+        if chunk_size > 0:
             lookup = open_lookup(block_hashes, kv_cache_group_ids, block_pool, block_size, max_length)
     if lookup is None or num_hashes_of(lookup) < lookup.num_rows:
         return stock_find_local.__func__(cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec,
                                          drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size)
-    n = <Py_ssize_t>max_length // span * span // block_size
+    n = <Py_ssize_t>max_length // chunk_size * chunk_size // block_size
     for i in range(n):
         lookup.clear(i)
     kvpool_lock_acquire(&lookup.home.lock)

@@ -7,7 +7,7 @@ def bind(names: Mapping[str, Any]) -> None: ...
 
 class Group:
     def __init__(
-        self, manager: Any, attention: str, span: int, most_blocks: int, caches_all: bool, caches_tails: bool
+        self, manager: Any, attention: str, window_or_chunk: int, most_blocks: int, caches_all: bool, caches_tails: bool
     ) -> None: ...
 
 class Plan:

@@ -61,13 +61,13 @@ cdef inline Py_ssize_t blocks_for(Py_ssize_t num_tokens, Py_ssize_t block_size) 
 
 
 cdef class Group:
-    """Group(manager, attention, span, most_blocks, caches_all, caches_tails)\n--\n\n\
+    """Group(manager, attention, window_or_chunk, most_blocks, caches_all, caches_tails)\n--\n\n\
     One KV cache group.
 
     Args:
         manager: vLLM's manager of the group; its dicts are used as they are.
         attention: "full", "window" or "local".
-        span: tokens a window holds, those kept below it included; tokens of a piece of local attention; 0.
+        window_or_chunk: tokens of a window, those kept below it included, or of a chunk of local attention; 0: neither.
         most_blocks: the most that one request is counted for at admission; -1: no limit.
         caches_all: every full block is cached; else vLLM's manager says which.
         caches_tails: the prompt's last hash may end inside a block, which is cached under it, too.
@@ -80,7 +80,7 @@ cdef class Group:
     cdef Attention attention
     cdef object group_id
     cdef Py_ssize_t block_size
-    cdef Py_ssize_t span
+    cdef Py_ssize_t window_or_chunk
     cdef Py_ssize_t most_blocks
     cdef bint caches
     cdef bint caches_all
@@ -88,7 +88,7 @@ cdef class Group:
     cdef bint drops_last
     cdef bint records_new
 
-    def __init__(self, manager, str attention not None, span, most_blocks, bint caches_all, bint caches_tails):
+    def __init__(self, manager, str attention not None, window_or_chunk, most_blocks, bint caches_all, bint caches_tails):
         self.manager = manager
         self.tables = manager.req_to_blocks
         self.num_cached = manager.num_cached_block
@@ -98,7 +98,7 @@ cdef class Group:
         self.group_id = manager.kv_cache_group_id
         # Of a size that no number here reaches there is nothing to serve: 0 says so to the plan.
         self.block_size = max(plain_number(manager.block_size), 0)
-        self.span = min(span, INT32_MAX)
+        self.window_or_chunk = min(window_or_chunk, INT32_MAX)
         self.most_blocks = min(most_blocks, INT32_MAX)
         self.caches = manager.enable_caching
         self.caches_all = caches_all
@@ -141,9 +141,9 @@ cdef class Group:
     cdef Py_ssize_t num_skipped(self, Py_ssize_t num_computed) noexcept:
         """Tokens that attention no longer reads when so many are computed."""
         if self.attention == WINDOW:
-            return max(0, num_computed - self.span + 1)
+            return max(0, num_computed - self.window_or_chunk + 1)
         if self.attention == LOCAL:
-            return num_computed // self.span * self.span
+            return num_computed // self.window_or_chunk * self.window_or_chunk
         return 0
 
     cdef bint has_blocks_to_skip(self, object request_id, Py_ssize_t num_computed) except -1:
@@ -190,7 +190,7 @@ cdef class Plan:
         cdef Group group
         self.is_plain = False
         self.pool = manager.block_pool
-        self.home = self.pool.the_home()
+        self.home = self.pool.checked_home()
         self.groups = groups
         self.coordinator = manager.coordinator
         self.no_blocks = manager.empty_kv_cache_blocks
@@ -207,7 +207,7 @@ cdef class Plan:
         is_plain = self.hash_block_size > 0
         for group in groups:
             self.has_windows = self.has_windows or group.attention != FULL
-            is_plain = is_plain and group.block_size > 0 and (group.span > 0 or group.attention == FULL)
+            is_plain = is_plain and group.block_size > 0 and (group.window_or_chunk > 0 or group.attention == FULL)
         self.is_plain = is_plain
 
     # ---- allocation ----
