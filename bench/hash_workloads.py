@@ -68,7 +68,7 @@ def make_hasher(implementation: Implementation, algorithm: str) -> Callable[[Any
     if implementation.name == "reference":
         from kvpool.reference.block_hasher import BlockHasher
     else:
-        from kvpool.block_hasher import BlockHasher
+        from kvpool.backend import BlockHasher
     return BlockHasher(algorithm, HASH_BLOCK_SIZE, HASH_SEED)
 
 
@@ -84,7 +84,7 @@ def request_maker(implementation: Implementation, algorithm: str) -> MakeRequest
     if implementation.name == "reference":
         from kvpool.reference.request import Request
     else:
-        from kvpool.request import Request
+        from kvpool.backend import Request
     return lambda tokens, name="request": Request(name, tokens, hasher, DECODE_TOKENS)
 
 

@@ -60,8 +60,7 @@ def is_release_build() -> bool:
 
 def _load_native() -> Implementation:
     from kvpool import __version__
-    from kvpool.backend import BACKEND
-    from kvpool.block_pool import BlockPool
+    from kvpool.backend import BACKEND, BlockPool
 
     if BACKEND != "native":
         raise ImportError("KVPOOL_PURE_PYTHON=1 hides the native pool: unset it to run the benchmarks")

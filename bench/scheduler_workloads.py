@@ -32,10 +32,10 @@ class KvpoolScheduler:
 
     def __init__(self, implementation: Implementation, num_blocks: int, max_model_len: int, **limits: int) -> None:
         from kvpool import reference
+        from kvpool.backend import Request
         from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from kvpool.kv_cache_manager import KVCacheManager
         from kvpool.reference.request import Request as ReferenceRequest
-        from kvpool.request import Request
         from kvpool.scheduler import Scheduler, SchedulerConfig
 
         spec = FullAttentionSpec(block_size=HASH_BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")

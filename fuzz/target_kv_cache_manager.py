@@ -17,12 +17,12 @@ from pool_state import event_fields, state_of
 from fuzz.decisions import Decisions, Finding
 from fuzz.pairs import Call, call_both, outcome
 from fuzz.values import Maker, any_int, any_sequence, constant, junk
-from kvpool import reference, request
+from kvpool import backend, reference
 from kvpool.cache.blocks import KVCacheBlocks
 from kvpool.reference.request import Request as ReferenceRequest
 
 MAX_STEPS = 40
-REQUEST_CLASSES = {"native": request.Request, "reference": ReferenceRequest}
+REQUEST_CLASSES = {"native": backend.Request, "reference": ReferenceRequest}
 NUM_REQUESTS = 4
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.mutations import MSGPACK_PIECES, altered_bytes, altered_value
+from kvpool.backend import Request
 from kvpool.cache import spec as specs
 from kvpool.cache.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from kvpool.kv_cache_manager import PlainKVCacheManager
@@ -21,7 +22,6 @@ from kvpool.playback.player import play_recording
 from kvpool.recording.calls import recorded
 from kvpool.recording.frames import HEAD, MAGIC, frame
 from kvpool.recording.settings import FILE_VARIABLE
-from kvpool.request import Request
 from kvpool.worker.transport.scratch_folder import scratch_folder
 
 MAX_SECONDS = 5.0

@@ -10,13 +10,13 @@ import numpy as np
 from fuzz.decisions import Decisions
 from fuzz.pairs import Call, call_both
 from fuzz.values import Maker, any_int, any_sequence, constant, junk
-from kvpool import block_hasher, reference, request
+from kvpool import backend, reference
 from kvpool.reference.block_hasher import BlockHasher as ReferenceBlockHasher
 from kvpool.reference.request import Request as ReferenceRequest
 
 MAX_STEPS = 40
 CLASSES = {
-    "native": (request.Request, block_hasher.BlockHasher),
+    "native": (backend.Request, backend.BlockHasher),
     "reference": (ReferenceRequest, ReferenceBlockHasher),
 }
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")

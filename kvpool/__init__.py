@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvpool._version import __version__
-from kvpool.backend import BACKEND, BlockHashToBlockMap, FreeKVCacheBlockQueue, KVCacheBlock
-from kvpool.block_pool import BlockPool
+from kvpool.backend import BACKEND, BlockHashToBlockMap, BlockPool, FreeKVCacheBlockQueue, KVCacheBlock
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, KvpoolError, NoFreeBlocksError
 from kvpool.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from kvpool.hashing.block_hash import (
@@ -24,7 +23,7 @@ from kvpool.hashing.block_hash import (
 from kvpool.metrics.residency import KVCacheMetricsCollector
 
 if TYPE_CHECKING:
-    from kvpool.block_hasher import BlockHasher
+    from kvpool.backend import BlockHasher, Request
     from kvpool.cache.blocks import KVCacheBlocks
     from kvpool.cache.sizing import max_concurrency, num_blocks_for_memory, unify_kv_cache_spec_page_size
     from kvpool.cache.spec import (
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
     from kvpool.kv_cache_manager import KVCacheManager
     from kvpool.metrics.prometheus import KVCacheExporter
     from kvpool.metrics.stats import PrefixCacheStats
-    from kvpool.request import Request, RequestStatus
+    from kvpool.requests.status import RequestStatus
     from kvpool.scheduler import Scheduler
 
 _IMPORTED_LATER = {
-    "BlockHasher": "block_hasher",
+    "BlockHasher": "backend",
     "ChunkedLocalAttentionSpec": "cache.spec",
     "CrossAttentionSpec": "cache.spec",
     "EventPublisherFactory": "events.publisher",
@@ -60,8 +59,8 @@ _IMPORTED_LATER = {
     "KVEventsConfig": "events.publisher",
     "MambaSpec": "cache.spec",
     "PrefixCacheStats": "metrics.stats",
-    "Request": "request",
-    "RequestStatus": "request",
+    "Request": "backend",
+    "RequestStatus": "requests.status",
     "Scheduler": "scheduler",
     "SinkFullAttentionSpec": "cache.spec",
     "SlidingWindowSpec": "cache.spec",

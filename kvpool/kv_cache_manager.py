@@ -1,6 +1,7 @@
 """KVCacheManager: what a scheduler asks for blocks, and tells of tokens that are computed.
 
-The general code is ``KVCacheManagerOperations``; where the pool is native, what runs at every step is compiled.
+``KVCacheManagerBase`` is the general code. Where the pool is native, the calls of every step are compiled and come
+first, as ``kvpool.backend`` says; with KVPOOL_RECORD set, calls are recorded as well.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool import backend
 from kvpool.cache.blocks import KVCacheBlockCopy, KVCacheBlocks
 from kvpool.cache.coordinator import HybridKVCacheCoordinator
-from kvpool.cache.manager import KVCacheManagerOperations
+from kvpool.cache.manager import KVCacheManagerBase
 from kvpool.cache.managers import ChunkedLocalAttentionManager, FullAttentionManager, SlidingWindowManager
 from kvpool.cache.spec import FullAttentionSpec
 from kvpool.recording.settings import RecordingSettings
@@ -18,10 +19,11 @@ from kvpool.recording.settings import RecordingSettings
 if TYPE_CHECKING or backend.BACKEND == "reference":
     from kvpool.cache.reference_manager import KVCacheManager
 else:
-    from kvpool.native.kv_cache_manager import KVCacheManagerBase
+    from kvpool.native.kv_cache_manager import KVCacheManagerCore
+    from kvpool.native.pool import BlockPoolCore
 
-    class KVCacheManager(KVCacheManagerBase, KVCacheManagerOperations):
-        __doc__ = KVCacheManagerOperations.__doc__
+    class KVCacheManager(KVCacheManagerCore, KVCacheManagerBase):
+        __doc__ = KVCacheManagerBase.__doc__
 
         def _bind(self) -> None:
             if self._is_plain_full_attention():
@@ -33,7 +35,7 @@ else:
                     self.max_model_len,
                     self.watermark_blocks,
                 )
-            elif isinstance(self.block_pool, backend.BlockPoolBase):
+            elif isinstance(self.block_pool, BlockPoolCore):
                 groups = [self._steady_group(manager) for manager in self.coordinator.single_type_managers]
                 if None not in groups:
                     self._bind_groups(
@@ -66,7 +68,7 @@ else:
             """One group whose blocks are as long as the hashes', with nothing special about hits and caching."""
             managers = self.coordinator.single_type_managers
             return (
-                isinstance(self.block_pool, backend.BlockPoolBase)
+                isinstance(self.block_pool, BlockPoolCore)
                 and len(managers) == 1
                 and type(managers[0]) is FullAttentionManager
                 and type(managers[0].kv_cache_spec) is FullAttentionSpec

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpool.reference.block import KVCacheBlock
+    from kvpool.backend import KVCacheBlock
 
 
 class KVCacheBlockCopy(NamedTuple):

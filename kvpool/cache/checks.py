@@ -18,8 +18,7 @@ from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.hashing.block_hash import GROUP_ID_BYTES
 
 if TYPE_CHECKING:
-    from kvpool.reference.block import KVCacheBlock
-    from kvpool.request import Request
+    from kvpool.backend import KVCacheBlock, Request
 
 HitsByGroup = Sequence[Sequence["KVCacheBlock"]]
 

@@ -11,7 +11,7 @@ blocks and adds new ones for the tokens of the next step, again and again, and p
 What is left of "new" has slots or is a hit; what is right of it gets slots now. Tokens that are final, up to
 ``request.num_tokens``, are published; drafts are not.
 
-Requests are read by attribute name, those of ``kvpool.request.Request`` and of vLLM's.
+Requests are read by attribute name, those of ``kvpool.Request`` and of vLLM's.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from kvpool.common.arguments import to_float, to_int
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from kvpool.backend import KVCacheBlock, Request
     from kvpool.metrics.residency import KVCacheMetricsCollector
-    from kvpool.reference.block import KVCacheBlock
-    from kvpool.request import Request
 
 # Statuses (by name, so that another engine's enumeration counts too) of requests that the watermark holds back.
 _STATUSES_NOT_RUNNING = ("WAITING", "PREEMPTED")
@@ -54,7 +53,7 @@ _NUMBER_NAMES = (
 _MAX_NUM_TOKENS = 2**62  # sums of two are in range of the native manager
 
 
-class KVCacheManagerOperations(KVCacheWithdrawal):
+class KVCacheManagerBase(KVCacheWithdrawal):
     """Block tables, prefix cache and free blocks of one engine.
 
     Args:

@@ -24,9 +24,8 @@ from kvpool.events.wire import BlockStored, KVCacheEvent
 from kvpool.metrics.stats import PrefixCacheStats
 
 if TYPE_CHECKING:
+    from kvpool.backend import KVCacheBlock, Request
     from kvpool.cache.coordinator import KVCacheCoordinator
-    from kvpool.reference.block import KVCacheBlock
-    from kvpool.request import Request
 
 logger = logging.getLogger("kvpool")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvpool.cache.manager import KVCacheManagerOperations
+from kvpool.cache.manager import KVCacheManagerBase
 from kvpool.reference import BlockPool
 
 
-class KVCacheManager(KVCacheManagerOperations):
-    __doc__ = KVCacheManagerOperations.__doc__
+class KVCacheManager(KVCacheManagerBase):
+    __doc__ = KVCacheManagerBase.__doc__
 
     _block_pool_class = BlockPool

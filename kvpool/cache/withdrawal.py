@@ -16,8 +16,7 @@ from kvpool.cache.managers.base import AllocationNote
 from kvpool.cache.queries import KVCacheQueries
 
 if TYPE_CHECKING:
-    from kvpool.reference.block import KVCacheBlock
-    from kvpool.request import Request
+    from kvpool.backend import KVCacheBlock, Request
 
 
 class KVCacheWithdrawal(KVCacheQueries):

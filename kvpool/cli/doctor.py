@@ -9,8 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from kvpool._version import __version__
-from kvpool.backend import BACKEND
-from kvpool.block_pool import BlockPool
+from kvpool.backend import BACKEND, BlockPool
 
 _BUILD_FACTS = ("compiler", "flags", "debug", "sanitize")
 _NUM_BLOCKS = 4_096

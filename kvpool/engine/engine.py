@@ -13,12 +13,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from kvpool.block_hasher import BlockHasher
+from kvpool.backend import BlockHasher, Request
 from kvpool.cache.spec import KVCacheConfig
 from kvpool.common.arguments import show, to_bool, to_int, to_text
 from kvpool.errors import InvalidArgumentError, KvpoolError
 from kvpool.kv_cache_manager import KVCacheManager
-from kvpool.request import Request
 from kvpool.requests.request_base import to_token_ids
 from kvpool.requests.sampling_params import SamplingParams
 from kvpool.scheduler import RequestOutput, Scheduler, SchedulerConfig, SchedulerOutput

@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpool.common.arguments import show, to_int
 from kvpool.errors import InvalidArgumentError
@@ -190,7 +190,7 @@ def _num_blocks_with_extra_keys(request: Any, block_size: int) -> float:
     return num_blocks
 
 
-class BlockHashing:
+class BlockHasherBase:
     """The hashes of full blocks of tokens, each over the block's tokens and the hash before it.
 
     Calling it with a request hashes the request's new full blocks; ``Request`` does so by itself.
@@ -221,19 +221,24 @@ class BlockHashing:
     seed: str
     none_hash: BlockHash
 
-    if TYPE_CHECKING:  # of the base, which comes behind
+    # What each half brings: kvpool.native.block_hasher.BlockHasherCore, and the twin.
 
-        def _hash_plain_block(self, parent: BlockHash, tokens: list[Any]) -> BlockHash: ...
+    def _create(self, block_size: int, algorithm: Algorithm, digest: Digest) -> None:
+        raise NotImplementedError
 
-        def _hash_plain_blocks(
-            self, parent: BlockHash, tokens: list[Any], start: int, hashes: list[BlockHash]
-        ) -> None: ...
+    def _hash_plain_block(self, parent: BlockHash, tokens: list[Any]) -> BlockHash:
+        """The hash of one block of any length without extra keys."""
+        raise NotImplementedError
+
+    def _hash_plain_blocks(self, parent: BlockHash, tokens: list[Any], start: int, hashes: list[BlockHash]) -> None:
+        """Append to ``hashes`` those of the full blocks from token ``start`` on."""
+        raise NotImplementedError
 
     def __init__(self, algorithm: str, block_size: int, seed: str | int | None = None) -> None:
         parsed = parse_algorithm(algorithm)
         self._digest: Digest = sha256_digest if parsed.is_sha256 else load_xxh3_128()
         self._serialize: Serialize = serialize_cbor if parsed.is_cbor else serialize_pickle
-        super().__init__(parse_block_size(block_size), parsed, self._digest)  # type: ignore[call-arg]
+        self._create(parse_block_size(block_size), parsed, self._digest)
         self.algorithm = algorithm
         self.seed = resolve_none_hash_seed(algorithm, seed)
         serialize_seed = serialize_cbor_text if parsed.is_cbor else serialize_pickle

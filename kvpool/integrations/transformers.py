@@ -21,16 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kvpool.block_hasher import DEFAULT_SEED, BlockHasher
-from kvpool.block_pool import BlockPool
-from kvpool.errors import KvpoolError
-from kvpool.list_tables import (
+from kvpool.backend import (
+    BlockHasher,
+    BlockPool,
     allocate_table,
     cache_completed_blocks,
     find_prefix_of_tokens,
     free_table,
     touch_table,
 )
+from kvpool.errors import KvpoolError
+from kvpool.hashing.hashing import DEFAULT_SEED
 
 
 class UnsupportedTransformersError(KvpoolError, ImportError):

@@ -12,13 +12,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.metrics.stats import Histogram
-
-if TYPE_CHECKING:
-    from kvpool.reference.block import KVCacheBlock
+from kvpool.pool.interface import Block
 
 DEFAULT_SAMPLE_RATE = 0.01
 DEFAULT_MAX_EVICTION_SAMPLES = 65_536
@@ -114,18 +111,18 @@ class KVCacheMetricsCollector:
         """Whether to follow the block that is being allocated."""
         return random.random() < self.sample_rate
 
-    def on_block_allocated(self, block: KVCacheBlock) -> None:
+    def on_block_allocated(self, block: Block) -> None:
         """A block was taken from the free list."""
         if self.should_sample_block():
             self.block_metrics[block.block_id] = BlockMetricsState()
 
-    def on_block_accessed(self, block: KVCacheBlock) -> None:
+    def on_block_accessed(self, block: Block) -> None:
         """A block got one more user."""
         state = self.block_metrics.get(block.block_id)
         if state is not None:
             state.record_access()
 
-    def on_block_evicted(self, block: KVCacheBlock) -> None:
+    def on_block_evicted(self, block: Block) -> None:
         """A block is about to lose its hashes, or (unless ``cached_only``) is reused without having had any."""
         state = self.block_metrics.pop(block.block_id, None)
         if state is None or (self.cached_only and block.block_hash is None):

@@ -1,7 +1,7 @@
 """Blocks of the native pool taken, shared and given back: reference counts and the free list.
 
 Methods only translate: Python objects to ids, one call into the C core per batch, and its status to the one function
-that raises. ``PrefixCache`` adds the hashes, ``BlockPoolBase`` the calls with ids.
+that raises. ``PrefixCache`` adds the hashes, ``BlockPoolCore`` the calls with ids.
 """
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New
 from cpython.object cimport PyObject
@@ -70,13 +70,10 @@ cdef bint is_idle_hand_made(object item) except -1:
 
 
 cdef class BlockAllocator:
-    """BlockAllocator(\
-    num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False, \
-    metrics_collector=None, medium="GPU", *, uncached_first=True, on_invalid_free="raise")\n--\n\n\
-    The calls of ``BlockPool`` for allocation and reference counts."""
+    """The calls of ``BlockPool`` for allocation and reference counts."""
 
-    def __init__(self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False,
-                 metrics_collector=None, medium="GPU", *, uncached_first=True, on_invalid_free="raise"):
+    def _create(self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events, metrics_collector,
+                medium, uncached_first, on_invalid_free):
         if isinstance(num_gpu_blocks, bool) or not isinstance(num_gpu_blocks, int):
             raise TypeError(f"num_gpu_blocks must be an int, not {type(num_gpu_blocks).__name__}: {num_gpu_blocks!r}")
         if not 0 < num_gpu_blocks < INT32_MAX:

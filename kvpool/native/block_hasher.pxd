@@ -8,7 +8,7 @@ ctypedef int (*sha256_update_t)(void *context, const void *data, size_t n) noexc
 ctypedef int (*sha256_final_t)(unsigned char *digest, void *context) noexcept nogil
 
 
-cdef class BlockHasherBase:
+cdef class BlockHasherCore:
     cdef readonly Py_ssize_t block_size
     cdef kvp_hash_input_format_t form
     cdef bint is_form_known

@@ -1,8 +1,6 @@
-from kvpool.hashing.hashing import Algorithm, Digest
 
-__all__ = ["BlockHasherBase"]
+__all__ = ["BlockHasherCore"]
 
-class BlockHasherBase:
+class BlockHasherCore:
     @property
     def block_size(self) -> int: ...
-    def __init__(self, block_size: int, algorithm: Algorithm, digest: Digest) -> None: ...

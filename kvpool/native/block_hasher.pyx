@@ -1,5 +1,6 @@
 """Hashes of plain blocks, native: tokens are read from the list, serialized by the C core and digested by OpenSSL or by
 the xxhash package, one block after the other, in one pass."""
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
@@ -21,7 +22,7 @@ from kvpool.errors import InvalidArgumentError
 
 kvpool_share_memory()
 
-__all__ = ["BlockHasherBase"]
+__all__ = ["BlockHasherCore"]
 
 cdef enum:
     SHA256_BYTES = 32
@@ -56,11 +57,11 @@ cdef void *room_of(size_t n) except NULL:
     return room
 
 
-cdef class BlockHasherBase:
-    """BlockHasherBase(block_size, algorithm, digest)\n--\n\n\
-    Hashes of plain blocks; see ``BlockHasher``."""
+@cython.auto_pickle(False)
+cdef class BlockHasherCore:
+    """Hashes of plain blocks; see ``BlockHasher``."""
 
-    def __init__(self, Py_ssize_t block_size, algorithm, digest):
+    def _create(self, Py_ssize_t block_size, algorithm, digest):
         cdef bint is_cbor = algorithm.is_cbor
         functions = _openssl.find_sha256() if algorithm.is_sha256 else None
         if block_size < 1:

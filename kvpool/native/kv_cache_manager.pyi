@@ -1,9 +1,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["KVCacheManagerBase"]
+__all__ = ["KVCacheManagerCore"]
 
-class KVCacheManagerBase:
+class KVCacheManagerCore:
     def allocate_slots(
         self,
         request: Any,

@@ -8,6 +8,7 @@ The state stays in the managers' dicts of block tables and counts, and in the po
 external tokens, a hit that ends inside a block, drafts ...) goes on to ``kvpool.cache.manager``, which finds the state as
 it would have left it itself.
 """
+cimport cython
 from cpython.dict cimport PyDict_GetItemWithError, PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_CheckExact
@@ -25,14 +26,14 @@ from kvpool.native.kvp cimport (
 )
 from kvpool.native.memory cimport kvpool_share_memory
 from kvpool.native.prefix_cache cimport PrefixCache
-from kvpool.native.request cimport RequestBase
+from kvpool.native.request cimport RequestCore
 
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.requests.status import RequestStatus
 
 kvpool_share_memory()
 
-__all__ = ["KVCacheManagerBase"]
+__all__ = ["KVCacheManagerCore"]
 
 cdef object WAITING = RequestStatus.WAITING
 cdef object PREEMPTED = RequestStatus.PREEMPTED
@@ -91,7 +92,8 @@ cdef class GroupTables:
                 plain_number(<object>cached) >= num_to_cache // self.aligned * self.aligned // self.block_size)
 
 
-cdef class KVCacheManagerBase:
+@cython.auto_pickle(False)
+cdef class KVCacheManagerCore:
     """The compiled calls of ``KVCacheManager``; ``_bind_full_attention`` or ``_bind_groups`` turn them on."""
     cdef PrefixCache pool
     cdef list groups        # of GroupTables
@@ -155,7 +157,7 @@ cdef class KVCacheManagerBase:
 
     # ---- allocation ----
 
-    cdef bint changes_nothing(self, RequestBase request, Py_ssize_t num_new_tokens, Py_ssize_t num_lookahead_tokens) except -1:
+    cdef bint changes_nothing(self, RequestCore request, Py_ssize_t num_new_tokens, Py_ssize_t num_lookahead_tokens) except -1:
         """Whether a running request has all that its next tokens need, in every group."""
         cdef Py_ssize_t computed, num_slots, num_to_cache, in_flight = request.num_in_flight_tokens
         cdef GroupTables group
@@ -214,7 +216,7 @@ cdef class KVCacheManagerBase:
         cdef Py_ssize_t num_lookahead = plain_number(num_lookahead_tokens)
         cdef Py_ssize_t num_hit = plain_number(num_new_computed_tokens)
         cdef Py_ssize_t num_reserved = plain_number(reserved_blocks)
-        if num_new < 1 or num_lookahead < 0 or num_hit < 0 or num_reserved < 0 or not isinstance(request, RequestBase):
+        if num_new < 1 or num_lookahead < 0 or num_hit < 0 or num_reserved < 0 or not isinstance(request, RequestCore):
             pass
         elif self.pool is not None:
             if (is_zero(num_external_computed_tokens) and not delay_cache_blocks and is_zero(num_encoder_tokens)):
@@ -254,9 +256,9 @@ cdef class KVCacheManagerBase:
         results = []
         for i in range(PyList_GET_SIZE(batch)):
             if self.pool is not None:
-                blocks = self.allocate(<RequestBase>batch[i], 1, 0, None, 0, False, 0, True)
+                blocks = self.allocate(<RequestCore>batch[i], 1, 0, None, 0, False, 0, True)
             else:
-                blocks = self.no_blocks if self.changes_nothing(<RequestBase>batch[i], 1, 0) else NotImplemented
+                blocks = self.no_blocks if self.changes_nothing(<RequestCore>batch[i], 1, 0) else NotImplemented
             if blocks is NotImplemented:
                 blocks = super().allocate_slots(batch[i], 1)
             results.append(blocks)
@@ -264,12 +266,12 @@ cdef class KVCacheManagerBase:
 
     cdef bint have_hashes(self, list batch) except -1:
         """Whether every request is one of ours, with a next token that has a slot and the hashes to cache what that fills."""
-        cdef RequestBase request
+        cdef RequestCore request
         cdef Py_ssize_t num_tokens
         for item in batch:
-            if not isinstance(item, RequestBase):
+            if not isinstance(item, RequestCore):
                 return False
-            request = <RequestBase>item
+            request = <RequestCore>item
             num_tokens = min(min(request.num_computed_tokens, self.longest) + 1, PyList_GET_SIZE(request._all_token_ids))
             if num_tokens > self.longest or request.num_computed_tokens < 0:
                 return False
@@ -277,7 +279,7 @@ cdef class KVCacheManagerBase:
                 return False
         return True
 
-    cdef object allocate(self, RequestBase request, Py_ssize_t num_new_tokens, Py_ssize_t num_new_computed_tokens,
+    cdef object allocate(self, RequestCore request, Py_ssize_t num_new_tokens, Py_ssize_t num_new_computed_tokens,
                          object new_computed_blocks, Py_ssize_t num_lookahead_tokens, bint full_sequence_must_fit,
                          Py_ssize_t reserved_blocks, bint has_scheduled_reqs):
         """``allocate_slots`` for plain numbers; NotImplemented, and nothing has changed, for all else.
@@ -332,7 +334,7 @@ cdef class KVCacheManagerBase:
             return self.no_blocks
         return self.change(request, table, hits, hashes, num_new, max(num_cached, 0), num_full)
 
-    cdef BlockSequence table_of(self, RequestBase request):
+    cdef BlockSequence table_of(self, RequestCore request):
         cdef PyObject *found = PyDict_GetItemWithError(self.tables, request.request_id)
         cdef BlockSequence table
         if found is NULL:
@@ -342,7 +344,7 @@ cdef class KVCacheManagerBase:
             raise BlockStateError(f"the table of request {request.request_id!r} is of another pool")
         return table
 
-    cdef Py_ssize_t cached_of(self, RequestBase request) except -2:
+    cdef Py_ssize_t cached_of(self, RequestCore request) except -2:
         """-1: the request is new."""
         cdef PyObject *found = PyDict_GetItemWithError(self.num_cached, request.request_id)
         cdef Py_ssize_t num_cached
@@ -353,7 +355,7 @@ cdef class KVCacheManagerBase:
             raise InvalidArgumentError(f"request {request.request_id!r} can't have {<object>found!r} cached blocks")
         return num_cached
 
-    cdef object change(self, RequestBase request, BlockSequence table, BlockSequence hits, list hashes,
+    cdef object change(self, RequestCore request, BlockSequence table, BlockSequence hits, list hashes,
                        Py_ssize_t num_new, Py_ssize_t num_cached, Py_ssize_t num_full):
         """What can fail comes before the first change: memory, then hashes. The dicts last: there ids are compared."""
         cdef BlockSequence new_blocks = None
@@ -423,7 +425,7 @@ cdef class KVCacheManagerBase:
             raise
         return 0
 
-    cdef int keep(self, RequestBase request, BlockSequence table, Py_ssize_t first, Py_ssize_t past) except -1:
+    cdef int keep(self, RequestCore request, BlockSequence table, Py_ssize_t first, Py_ssize_t past) except -1:
         """Makes it the request's table; if that fails, its blocks are free again, [first, past) without their hashes."""
         cdef Py_ssize_t i
         try:
@@ -511,14 +513,14 @@ cdef class KVCacheManagerBase:
     cdef bint looks_up(self, object request) except -1:
         """Whether the request's hit is found here. The general code serves requests of others, one that skips the cache
         and one whose hits are events."""
-        if not isinstance(request, RequestBase) or (<RequestBase>request).skip_reading_prefix_cache:
+        if not isinstance(request, RequestCore) or (<RequestCore>request).skip_reading_prefix_cache:
             return False
         if (self.pool is not None and self.pool.enable_kv_cache_events
                 and getattr(request, "kv_cache_report_mode", "incremental") == "full"):
             return False
         return self.pool is not None and self.caches  # last: the request's own code may have bound another pool
 
-    cdef BlockSequence prefix_hit(self, RequestBase request):
+    cdef BlockSequence prefix_hit(self, RequestCore request):
         cdef list hashes = request.current_hashes()
         cdef Py_ssize_t n = min(PyList_GET_SIZE(hashes), (PyList_GET_SIZE(request._all_token_ids) - 1) // self.block_size)
         return self.find_prefix(hashes, n) if n > 0 else None

@@ -9,7 +9,7 @@ from kvpool.native.batch cimport SMALL, ids_of_size, parse_count, release_batch
 from kvpool.native.block cimport (
     BlockHome, key_bytes, kvpool_lock_acquire, kvpool_lock_release, num_free_of, parse_digest, raise_status,
 )
-from kvpool.native.block_hasher cimport BlockHasherBase
+from kvpool.native.block_hasher cimport BlockHasherCore
 from kvpool.native.kvp cimport (
     KVP_CACHE_IDEMPOTENT, KVP_NONE, KVP_OK, KVP_PLACE_BY_HASH, KVP_PLACE_HEAD, kvp_fault_t, kvp_key_t, kvp_map_entry,
     kvp_pool_allocate, kvp_pool_cache, kvp_pool_find_prefix, kvp_pool_free, kvp_pool_primary,
@@ -43,10 +43,10 @@ cdef bint is_plain(object pool) noexcept:
 
 
 cdef bint can_hash(object hasher) noexcept:
-    if not isinstance(hasher, BlockHasherBase):
+    if not isinstance(hasher, BlockHasherCore):
         return False
-    cdef Py_ssize_t size = (<BlockHasherBase>hasher).block_size
-    return (size <= BLOCK_TOKENS and (<BlockHasherBase>hasher).is_native_size(size)
+    cdef Py_ssize_t size = (<BlockHasherCore>hasher).block_size
+    return (size <= BLOCK_TOKENS and (<BlockHasherCore>hasher).is_native_size(size)
             and kvp_hash_input_room(KVP_HASH_INPUT_MAX_PARENT, <size_t>size) <= BLOCK_BYTES)
 
 
@@ -151,7 +151,7 @@ def find_prefix_of_tokens(pool, hasher, list token_ids not None, max_blocks):
         return operations.find_prefix_of_tokens(pool, hasher, token_ids, max_blocks)
     cdef Py_ssize_t most = min(index(max_blocks), INT32_MAX)
     cdef BlockHome home = (<BlockAllocator>pool).checked_home()
-    cdef BlockHasherBase native = hasher
+    cdef BlockHasherCore native = hasher
     cdef Py_ssize_t size = native.block_size, start = 0
     cdef bytes digest = hasher.none_hash
     cdef list found = []
@@ -232,7 +232,7 @@ def cache_completed_blocks(pool, hasher, list table not None, list token_ids not
     if not is_plain(pool) or not can_hash(hasher):
         return operations.cache_completed_blocks(pool, hasher, table, token_ids, max_new_blocks)
     cdef BlockHome home = (<BlockAllocator>pool).checked_home()
-    cdef BlockHasherBase native = hasher
+    cdef BlockHasherCore native = hasher
     cdef Py_ssize_t size = native.block_size
     cdef Py_ssize_t most = min(index(max_new_blocks), INT32_MAX)
     cdef bytes digest = hasher.none_hash

@@ -6,11 +6,11 @@ from kvpool.native.free_queue import FreeKVCacheBlockQueue
 from kvpool.native.prefix_cache import PrefixCache
 from kvpool.native.prefix_map import BlockHashToBlockMap
 
-__all__ = ["BUILD_INFO", "BlockHashToBlockMap", "BlockPoolBase", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+__all__ = ["BUILD_INFO", "BlockHashToBlockMap", "BlockPoolCore", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 
 BUILD_INFO: dict[str, str | bool]
 
-class BlockPoolBase(PrefixCache):
+class BlockPoolCore(PrefixCache):
     def allocate_ids(self, n: int, out: Any = None) -> Any: ...
     def free_ids(self, ids: Any, prepend: bool = False) -> None: ...
     def get_ref_counts(self) -> Any: ...

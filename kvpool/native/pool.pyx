@@ -1,8 +1,9 @@
 """The native pool, and the names that the package takes from the extension modules.
 
-``BlockPoolBase`` has the calls of ``BlockPool`` that run at every step: with block objects in ``BlockAllocator`` and
+``BlockPoolCore`` has the calls of ``BlockPool`` that run at every step: with block objects in ``BlockAllocator`` and
 ``PrefixCache``, and here with arrays of ids, for callers that need no object per block.
 """
+cimport cython
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from libc.stdint cimport INT32_MAX, int32_t, uint32_t
 from libc.string cimport memcpy
@@ -29,7 +30,7 @@ from kvpool.errors import BlockStateError, InvalidArgumentError, KvpoolError
 
 kvpool_share_memory()
 
-__all__ = ["BUILD_INFO", "BlockHashToBlockMap", "BlockPoolBase", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+__all__ = ["BUILD_INFO", "BlockHashToBlockMap", "BlockPoolCore", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 
 cdef extern from *:
     """
@@ -61,7 +62,8 @@ BUILD_INFO = {
 }
 
 
-cdef class BlockPoolBase(PrefixCache):
+@cython.auto_pickle(False)
+cdef class BlockPoolCore(PrefixCache):
     """The calls of ``BlockPool`` that are compiled, those with ids included."""
 
     def allocate_ids(self, n, out=None):

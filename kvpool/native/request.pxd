@@ -1,5 +1,5 @@
 # Requests, native: token counts are loads, for whoever cimports them.
-from kvpool.native.block_hasher cimport BlockHasherBase
+from kvpool.native.block_hasher cimport BlockHasherCore
 
 
 cdef class TokenList(list):
@@ -8,14 +8,14 @@ cdef class TokenList(list):
     cdef int note(self, object index) except -1
 
 
-cdef class RequestBase:
+cdef class RequestCore:
     cdef readonly TokenList _all_token_ids
     cdef readonly list _output_token_ids
     cdef readonly object _block_hasher
     cdef readonly object _before_append
     cdef list hashes
     cdef Py_ssize_t hash_block_size
-    cdef BlockHasherBase native_hasher
+    cdef BlockHasherCore native_hasher
 
     cdef public object request_id
     cdef public object status

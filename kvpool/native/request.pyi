@@ -2,10 +2,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvpool.hashing.block_hash import BlockHash
-from kvpool.requests.request_base import RequestBlockHasher
 from kvpool.requests.token_ids import TokenIds
 
-__all__ = ["RequestBase", "TokenList"]
+__all__ = ["RequestCore", "TokenList"]
 
 class TokenList(list[int]):
     first_changed: int
@@ -19,7 +18,7 @@ class TokenList(list[int]):
     def sort(self, **options: Any) -> None: ...
     def __imul__(self, factor: Any, /) -> TokenList: ...  # type: ignore[misc]
 
-class RequestBase:
+class RequestCore:
     request_id: str
     status: Any
     prompt_token_ids: list[int] | None
@@ -42,9 +41,6 @@ class RequestBase:
     num_output_placeholders: int
     num_preemptions: int
     shared_prefix_boundary: int
-    def __init__(
-        self, all_token_ids: list[int], block_hasher: RequestBlockHasher | None, hash_block_size: int
-    ) -> None: ...
     @staticmethod
     def are_token_ids(tokens: list[Any]) -> bool: ...
     @staticmethod

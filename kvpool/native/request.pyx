@@ -1,16 +1,17 @@
 """The part of a request that changes at every step, compiled: its tokens, their number, and the block hashes that follow
 them. ``kvpool.reference.request`` says the same in Python."""
+cimport cython
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE, PyList_GetSlice
 from cpython.long cimport PyLong_CheckExact
 from libc.math cimport isfinite
 
-from kvpool.native.block_hasher cimport BlockHasherBase
+from kvpool.native.block_hasher cimport BlockHasherCore
 
-from kvpool.hashing.hashing import BlockHashing
+from kvpool.hashing.hashing import BlockHasherBase
 from kvpool.requests.request_base import to_token_ids
 
-__all__ = ["RequestBase", "TokenList"]
+__all__ = ["RequestCore", "TokenList"]
 
 cdef extern from "Python.h":
     const Py_ssize_t NOTHING_CHANGED "PY_SSIZE_T_MAX"
@@ -81,9 +82,9 @@ cdef inline bint is_text_or_none(object text) noexcept:
     return text is None or kvpool_is_ascii(text)
 
 
-cdef class RequestBase:
-    """RequestBase(all_token_ids, block_hasher, hash_block_size)\n--\n\n\
-    Tokens, counts and hashes of a request; see ``Request``."""
+@cython.auto_pickle(False)
+cdef class RequestCore:
+    """Tokens, counts and hashes of a request; see ``Request``."""
 
     def __cinit__(self):
         # There from the start: they are read without a look whether they are.
@@ -91,14 +92,14 @@ cdef class RequestBase:
         self._output_token_ids = []
         self.hashes = []
 
-    def __init__(self, list all_token_ids not None, block_hasher, Py_ssize_t hash_block_size):
+    def _create(self, list all_token_ids not None, block_hasher, Py_ssize_t hash_block_size):
         if PyList_GET_SIZE(self._all_token_ids) > 0 or PyList_GET_SIZE(self.hashes) > 0:  # initialised again
             self._all_token_ids, self._output_token_ids, self.hashes = TokenList(), [], []
         list.extend(self._all_token_ids, all_token_ids)
         self._block_hasher = block_hasher
         self.hash_block_size = hash_block_size
         self.native_hasher = None
-        if isinstance(block_hasher, BlockHasherBase) and type(block_hasher).__call__ is BlockHashing.__call__:
+        if isinstance(block_hasher, BlockHasherCore) and type(block_hasher).__call__ is BlockHasherBase.__call__:
             self.native_hasher = block_hasher
         self.spec_token_ids = []
 

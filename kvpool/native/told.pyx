@@ -5,7 +5,7 @@ from cpython.list cimport PyList_GET_SIZE
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
 
 from kvpool.native.memory cimport kvp_free, kvp_malloc, kvpool_share_memory
-from kvpool.native.request cimport RequestBase
+from kvpool.native.request cimport RequestCore
 
 kvpool_share_memory()
 
@@ -39,7 +39,7 @@ cdef class Told:
     def __init__(self, Py_ssize_t number):
         self.number = number
 
-    cdef change_t change_of(self, RequestBase request, bint caches) except CHANGE_FAILED:
+    cdef change_t change_of(self, RequestCore request, bint caches) except CHANGE_FAILED:
         """What has changed beside the numbers of tokens."""
         cdef list hashes
         cdef Py_ssize_t n
@@ -63,7 +63,7 @@ cdef class Told:
             return NOTHING
         return ONE_HASH if len(hashes) == n + 1 and type(hashes[n]) is bytes else MORE
 
-    cdef object take_hash(self, RequestBase request):
+    cdef object take_hash(self, RequestCore request):
         """The hash that is new, which counts as told from here on."""
         self.last_hash = request.current_hashes()[self.num_hashes]
         self.num_hashes += 1
@@ -73,10 +73,10 @@ cdef class Told:
         self.num_tokens = -1
 
     def is_current(self, request, bint caches):
-        cdef RequestBase ours
-        if not isinstance(request, RequestBase):
+        cdef RequestCore ours
+        if not isinstance(request, RequestCore):
             return False
-        ours = <RequestBase>request
+        ours = <RequestCore>request
         return (PyList_GET_SIZE(ours._all_token_ids) == self.num_tokens
                 and ours.num_computed_tokens == self.num_computed_tokens and self.change_of(ours, caches) == NOTHING)
 
@@ -91,7 +91,7 @@ def pack_batch(dict known not None, requests, bint caches, tell):
     cdef list batch = list(requests)
     cdef Py_ssize_t i = 0, n = PyList_GET_SIZE(batch)
     cdef Py_ssize_t num_bytes = n * <Py_ssize_t>sizeof(int32_t)
-    cdef RequestBase ours
+    cdef RequestCore ours
     cdef Told told
     cdef change_t change
     cdef list grown = [], hashes = []
@@ -103,8 +103,8 @@ def pack_batch(dict known not None, requests, bint caches, tell):
         for request in batch:
             told = known.get(request.request_id)
             change = MORE
-            if told is not None and isinstance(request, RequestBase):
-                ours = <RequestBase>request
+            if told is not None and isinstance(request, RequestCore):
+                ours = <RequestCore>request
                 change = told.change_of(ours, caches)
             if change == MORE:
                 told = tell(request)
@@ -161,14 +161,14 @@ cdef class PlainCalls:
         return self.num_calls > 0 and told.batch == self.batch
 
     def add(self, request, num_new_tokens):
-        cdef RequestBase ours
+        cdef RequestCore ours
         cdef Told told
         cdef change_t change
         cdef int32_t wanted, tokens, computed
         cdef Py_ssize_t i
-        if not isinstance(request, RequestBase) or type(num_new_tokens) is not int:
+        if not isinstance(request, RequestCore) or type(num_new_tokens) is not int:
             return False
-        ours = <RequestBase>request
+        ours = <RequestCore>request
         told = self.told.get(ours.request_id)
         if told is None:
             return False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool import backend, reference
-from kvpool.block_pool import BlockPool
+from kvpool.backend import BlockPool
 from kvpool.cache.managers import FullAttentionManager
 from kvpool.cache.reference_manager import KVCacheManager as ReferenceManager
 from kvpool.common.one_line import one_line

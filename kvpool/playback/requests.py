@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from kvpool.backend import Request
 from kvpool.playback.limits import PlaybackLimits
 from kvpool.recording.operations import NewHashes, RequestState, unpack
-from kvpool.request import Request
 from kvpool.requests.status import RequestStatus
 
 _OWN_STATUSES = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.events.wire import (
@@ -32,14 +32,7 @@ from kvpool.hashing.block_hash import (
     select_block_hashes,
     to_event_extra_keys,
 )
-
-if TYPE_CHECKING:
-    from kvpool.reference.block import KVCacheBlock
-    from kvpool.reference.pool import BlockPoolBase
-
-    _Base = BlockPoolBase
-else:
-    _Base = object
+from kvpool.pool.interface import BlockPoolHalf, BlockT
 
 
 @dataclass(frozen=True)
@@ -63,8 +56,8 @@ class EventFormat:
     to_event_extra_keys: Callable[[list[ExtraKeys]], list[ExtraKeys] | None] = to_event_extra_keys
 
 
-class PoolEvents(_Base):
-    """Part of ``PoolOperations``, which documents the options."""
+class PoolEvents(BlockPoolHalf[BlockT]):
+    """What a pool queues as events, and when; part of ``BlockPoolBase``, which documents the options."""
 
     event_format = EventFormat()
 
@@ -136,7 +129,7 @@ class PoolEvents(_Base):
     def _cache_full_blocks_observed(
         self,
         request: Any,
-        blocks: Sequence[KVCacheBlock],
+        blocks: Sequence[BlockT],
         num_cached_blocks: int,
         num_full_blocks: int,
         block_size: int,
@@ -284,11 +277,11 @@ class PoolEvents(_Base):
             [extra_keys],
         )
 
-    def _refuse_other_types(self, block: KVCacheBlock) -> None:
+    def _refuse_other_types(self, block: BlockT) -> None:
         if not isinstance(block, type(self.null_block)):
             raise TypeError(f"a pool works on KVCacheBlock, not {type(block).__name__}")
 
-    def _refuse_foreign(self, block: KVCacheBlock) -> None:
+    def _refuse_foreign(self, block: BlockT) -> None:
         self._refuse_other_types(block)
         if block.pool is not self:
             raise BlockStateError(f"the block belongs to {'no' if block.pool is None else 'another'} pool: {block!r}")

@@ -1,11 +1,8 @@
-"""The rarer operations of a block pool, written once over the primitives of the native base or of the reference.
+"""``BlockPoolBase``: events, metrics, partial blocks, moves of hashes and resets, the same for both pools.
 
-Rare means: events and metrics are on, a block is partial, hashes move, blocks are unpinned, evicted by id, or the
-cache is reset. With events and metrics off, the hot methods of the base never come here.
-
-The primitives are ``_take_blocks``, ``_free_blocks_to_tail``, ``_cache_full_blocks``, ``_insert_block_hash``,
-``_cached_block_hashes``, ``_remove_cached_block_hashes``, ``_reset_hashes`` and ``_count_eviction``. Each operation
-checks its arguments and computes its events before it calls one that changes something.
+``get_new_blocks``, ``free_blocks`` and ``touch`` come here only while events or metrics are on. It is written over the
+calls of ``BlockPoolHalf``; each method checks its arguments and computes its events before it calls one that changes
+something.
 """
 
 from __future__ import annotations
@@ -14,20 +11,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.events.wire import MEDIUM_GPU
 from kvpool.hashing.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
 from kvpool.pool.event_stream import PoolEvents
-
-if TYPE_CHECKING:
-    from kvpool.reference.block import KVCacheBlock
+from kvpool.pool.interface import BlockT
 
 logger = logging.getLogger("kvpool")
 
 
-class PoolOperations(PoolEvents):
+class BlockPoolBase(PoolEvents[BlockT]):
     """The blocks of one KV cache: allocates, shares, caches, evicts and frees them.
 
     A block that nobody uses any more is free, but keeps its hash, to be found again until it is reused. Every call that
@@ -68,7 +63,7 @@ class PoolOperations(PoolEvents):
         TypeError: num_gpu_blocks or hash_block_size is no int.
         InvalidArgumentError: one of them or max_queued_events is below 1, or on_invalid_free is unknown.
 
-    vLLM: ``BlockPool``, which has none of the four options.
+    vLLM: ``BlockPool``, which has none of the options behind ``medium``.
     """
 
     def __init__(
@@ -93,15 +88,15 @@ class PoolOperations(PoolEvents):
             # What the environment says about hashes in events is read anew for each event: refused now if it means
             # nothing, not in the midst of a later call.
             self.event_format.hash_converter()(b"")
-        super().__init__(
+        self._create(
             num_gpu_blocks,
             enable_caching,
             hash_block_size,
             enable_kv_cache_events,
             metrics_collector,
             medium,
-            uncached_first=uncached_first,
-            on_invalid_free=on_invalid_free,
+            uncached_first,
+            on_invalid_free,
         )
         self.kv_event_queue = []
         self.strict_partial = strict_partial
@@ -112,7 +107,7 @@ class PoolOperations(PoolEvents):
 
     # Allocation with somebody watching
 
-    def _get_new_blocks_observed(self, num_blocks: int) -> list[KVCacheBlock]:
+    def _get_new_blocks_observed(self, num_blocks: int) -> list[BlockT]:
         """``get_new_blocks`` that tells reuse watchers and the metrics collector, and queues BlockRemoved events.
 
         If one of those it tells raises, the blocks go back to the head of the free list; hashes that are evicted by
@@ -133,13 +128,13 @@ class PoolOperations(PoolEvents):
             raise
         return blocks
 
-    def _notify_reuse(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def _notify_reuse(self, blocks: Iterable[BlockT]) -> None:
         for block in blocks:
             watcher = self._reuse_watchers.pop(block.block_id, None)
             if watcher is not None:
                 watcher(block)
 
-    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+    def _maybe_evict_cached_block(self, block: BlockT) -> bool:
         """Take every hash of a block, whoever uses it. False if no hash led to it."""
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
@@ -150,7 +145,7 @@ class PoolOperations(PoolEvents):
     def cache_partial_block(
         self,
         request: Any,
-        block: KVCacheBlock,
+        block: BlockT,
         num_tokens: int,
         kv_cache_group_id: int,
         block_size: int,
@@ -212,7 +207,7 @@ class PoolOperations(PoolEvents):
 
     # Hashes and references of given blocks
 
-    def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
+    def move_block_hashes(self, src_block: BlockT, dst_block: BlockT) -> None:
         """Make what leads to one block lead to another, which holds a copy of its tokens. No events: the hashes stay
         cached.
 
@@ -230,7 +225,7 @@ class PoolOperations(PoolEvents):
             # The first one is the primary hash, and only for that does the number of tokens count.
             self._insert_block_hash(key, dst_block, num_tokens)
 
-    def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
+    def unpin_blocks(self, blocks: Iterable[BlockT], on_reuse: Callable[[BlockT], None]) -> None:
         """Give one reference of each entry back while the contents are still being read by somebody.
 
         Blocks that reach 0 go to the tail of the free list in the given order, hash or not, and count as free.

@@ -13,7 +13,7 @@ from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cache.manager import KVCacheManagerOperations
+from kvpool.cache.manager import KVCacheManagerBase
 from kvpool.common.one_line import one_line
 from kvpool.recording.frames import frame_parts
 from kvpool.recording.operations import number, pack
@@ -23,19 +23,17 @@ from kvpool.recording.setup import NotRecordableError, describe_manager
 from kvpool.recording.snapshot import ids_of
 
 if TYPE_CHECKING:
-    from kvpool.block_pool import BlockPool
+    from kvpool.backend import BlockPool, KVCacheBlock, Request
     from kvpool.cache.blocks import KVCacheBlockCopy, KVCacheBlocks
-    from kvpool.reference.block import KVCacheBlock
-    from kvpool.request import Request
 
-    _ManagerBase = KVCacheManagerOperations
+    _ManagerBase = KVCacheManagerBase
     _PoolBase = BlockPool
 else:
     _ManagerBase = _PoolBase = object
 
 logger = logging.getLogger("kvpool")
 
-_SIGNATURE = signature(KVCacheManagerOperations.__init__)
+_SIGNATURE = signature(KVCacheManagerBase.__init__)
 Fields = tuple[list[bytes] | None, list[int]]
 
 

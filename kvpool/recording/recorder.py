@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Any
 
 from kvpool._version import __version__
-from kvpool.backend import BACKEND
+from kvpool.backend import BACKEND, Request
 from kvpool.common.one_line import one_line
 from kvpool.errors import KvpoolError
 from kvpool.recording.files import RecordingFile
@@ -41,7 +41,6 @@ from kvpool.recording.settings import RecordingSettings
 from kvpool.recording.setup import NotRecordableError
 from kvpool.recording.snapshot import GAP, RING, START, ids_of, take_snapshot
 from kvpool.recording.told import PlainCalls, Told, pack_batch
-from kvpool.request import Request
 from kvpool.requests.status import RequestStatus
 
 logger = logging.getLogger("kvpool")

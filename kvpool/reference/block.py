@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.hashing.block_hash import BlockHashWithGroupId, check_key
 
 _MOST = 2**31 - 1
 
-if TYPE_CHECKING:
-    from kvpool.reference.free_queue import FreeKVCacheBlockQueue
-    from kvpool.reference.pool import BlockPoolBase
+
+class Owner(Protocol):
+    """What a block asks of the pool that it is a part of."""
+
+    _num_detached: int
+
+    def _note_hash_set_by_hand(self, block: KVCacheBlock) -> None: ...
+
+    def _forget_primary_hash(self, block: KVCacheBlock) -> None: ...
 
 
 def refuse_copy(what: str) -> NoReturn:
@@ -60,8 +66,8 @@ class KVCacheBlock:
     _block_hash_num_tokens: int | None
     _prev: KVCacheBlock | None
     _next: KVCacheBlock | None
-    _queue: FreeKVCacheBlockQueue | None
-    _pool: BlockPoolBase | None
+    _queue: object
+    _pool: Any  # an Owner
     _is_null: bool
 
     def __init__(
@@ -92,7 +98,7 @@ class KVCacheBlock:
         return self._block_id
 
     @property
-    def pool(self) -> BlockPoolBase | None:
+    def pool(self) -> Any:
         """The pool that owns the block; None for a hand-made one and after the pool is gone."""
         return self._pool
 

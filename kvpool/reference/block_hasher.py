@@ -7,7 +7,7 @@ from typing import Any
 from kvpool.hashing.block_hash import BlockHash
 from kvpool.hashing.hashing import (
     Algorithm,
-    BlockHashing,
+    BlockHasherBase,
     Digest,
     plain_int,
     serialize_cbor,
@@ -17,10 +17,10 @@ from kvpool.hashing.hashing import (
 _PLAIN = {int}
 
 
-class BlockHasherBase:
-    """Hashes of plain blocks. ``BlockHasher`` adds what is rare."""
+class BlockHasher(BlockHasherBase):
+    __doc__ = BlockHasherBase.__doc__
 
-    def __init__(self, block_size: int, algorithm: Algorithm, digest: Digest) -> None:
+    def _create(self, block_size: int, algorithm: Algorithm, digest: Digest) -> None:
         self.block_size = block_size
         self._plain_digest = digest
         self._plain_serialize = serialize_cbor if algorithm.is_cbor else serialize_pickle
@@ -41,7 +41,3 @@ class BlockHasherBase:
                 block = tuple(map(plain_int, block))
             parent = BlockHash(digest(serialize((parent, block, None))))
             hashes.append(parent)
-
-
-class BlockHasher(BlockHashing, BlockHasherBase):
-    __doc__ = BlockHashing.__doc__

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from kvpool.hashing.block_hash import BlockHashWithGroupId
 from kvpool.reference.block import KVCacheBlock
+from kvpool.reference.free_queue import PoolFreeQueue
+from kvpool.reference.prefix_map import PoolHashMap
 
-if TYPE_CHECKING:
-    from kvpool.reference.pool import BlockPoolBase
+
+class CheckedPool(Protocol):
+    """What is checked: the parts of a pool, and how many of its blocks are detached."""
+
+    num_gpu_blocks: int
+    blocks: list[KVCacheBlock]
+    null_block: KVCacheBlock
+    free_block_queue: PoolFreeQueue
+    cached_block_hash_to_block: PoolHashMap
+    _num_detached: int
+    _secondary_keys: dict[int, dict[BlockHashWithGroupId, None]]
+    _unmapped_ids: set[int]
 
 
-def find_violation(pool: BlockPoolBase) -> str | None:
+def find_violation(pool: CheckedPool) -> str | None:
     """The first broken invariant, by its number and in words; None if all hold."""
     return _find_in_blocks(pool) or _find_in_free_list(pool) or _find_in_references(pool) or _find_in_hashes(pool)
 
 
-def _find_in_blocks(pool: BlockPoolBase) -> str | None:
+def _find_in_blocks(pool: CheckedPool) -> str | None:
     if len(pool.blocks) != pool.num_gpu_blocks:
         return f"P1: {len(pool.blocks)} blocks in a pool of {pool.num_gpu_blocks}"
     for block_id, block in enumerate(pool.blocks):
@@ -30,7 +43,7 @@ def _find_in_blocks(pool: BlockPoolBase) -> str | None:
     return None
 
 
-def _find_in_free_list(pool: BlockPoolBase) -> str | None:
+def _find_in_free_list(pool: CheckedPool) -> str | None:
     queue = pool.free_block_queue
     head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
     forward: list[KVCacheBlock] = []
@@ -56,7 +69,7 @@ def _find_in_free_list(pool: BlockPoolBase) -> str | None:
     return None
 
 
-def _find_in_references(pool: BlockPoolBase) -> str | None:
+def _find_in_references(pool: CheckedPool) -> str | None:
     num_detached = 0
     for block in pool.blocks:
         if block._ref_cnt < 0:
@@ -69,7 +82,7 @@ def _find_in_references(pool: BlockPoolBase) -> str | None:
     return None
 
 
-def _find_in_hashes(pool: BlockPoolBase) -> str | None:
+def _find_in_hashes(pool: CheckedPool) -> str | None:
     carried: Counter[tuple[bytes, int]] = Counter()
     for block in pool.blocks:
         block_id = block._block_id

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from kvpool.errors import BlockStateError, InvalidArgumentError, NoFreeBlocksError
-from kvpool.reference.block import KVCacheBlock, refuse_copy
-
-if TYPE_CHECKING:
-    from kvpool.reference.pool import BlockPoolBase
+from kvpool.reference.block import KVCacheBlock, Owner, refuse_copy
 
 _END_BLOCK_ID = -1
 
@@ -33,17 +30,16 @@ def check_num_blocks(num_blocks: object) -> int:
 class _QueueEnd(KVCacheBlock):
     """Fake head or tail. Its link can be set to None, which severs the end; nothing else can be assigned."""
 
-    __slots__ = ()
+    __slots__ = ("_list",)
 
     def __init__(self, queue: FreeKVCacheBlockQueue) -> None:
         super().__init__(_END_BLOCK_ID)
-        self._queue = queue
+        self._queue = self._list = queue
 
     def _check_severing(self, value: object) -> None:
         if value is not None:
             raise BlockStateError("the links of a free list are set by its methods")
-        assert self._queue is not None
-        if not self._queue._can_be_severed:
+        if not self._list._can_be_severed:
             raise BlockStateError("the free list of a pool cannot be severed")
 
     @property
@@ -280,7 +276,7 @@ class PoolFreeQueue(FreeKVCacheBlockQueue):
 
     _can_be_severed = False
 
-    def __init__(self, pool: BlockPoolBase) -> None:
+    def __init__(self, pool: Owner) -> None:
         super().__init__(())
         self._pool = pool
 

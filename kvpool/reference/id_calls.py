@@ -18,8 +18,26 @@ _DIGESTS_AT_A_TIME = 128  # that are checked before the first is looked up
 logger = logging.getLogger("kvpool")
 
 
+class PoolStats:
+    """Counters of a pool since its creation.
+
+    Attributes:
+        evictions: free blocks that lost a hash because they were reused.
+        invalid_frees: entries that ``free_blocks`` skipped under ``on_invalid_free="warn"``.
+    """
+
+    __slots__ = ("evictions", "invalid_frees")
+
+    def __init__(self) -> None:
+        self.evictions = 0
+        self.invalid_frees = 0
+
+
 class IdCalls(PrefixCache):
-    """Part of ``BlockPoolBase``, over its calls that take block objects."""
+    """The calls of a pool by ids, over those that take block objects."""
+
+    on_invalid_free: str
+    stats: PoolStats
 
     def allocate_ids(self, n: int, out: Any = None) -> Any:
         """Take blocks as ``get_new_blocks`` does, and return their ids. O(n).
@@ -39,7 +57,7 @@ class IdCalls(PrefixCache):
         n = check_num_blocks(n)
         if out is not None and len(ids_of_buffer(out, is_written=True)) != n:
             raise InvalidArgumentError(f"out must have exactly {n} items")
-        blocks = self.get_new_blocks(n)  # type: ignore[attr-defined]
+        blocks = self.get_new_blocks(n)
         try:
             if out is None:
                 out = empty_id_array(n)
@@ -48,27 +66,27 @@ class IdCalls(PrefixCache):
                 raise InvalidArgumentError(f"out must have exactly {len(blocks)} items")
             write_ids(out, [block._block_id for block in blocks])
         except BaseException:
-            self.free_blocks(blocks, prepend=True)  # type: ignore[attr-defined]
+            self.free_blocks(blocks, prepend=True)
             raise
         return out
 
     def free_ids(self, ids: Any, prepend: bool = False) -> None:
         """Give references back as ``free_blocks`` does, by ids: an int32 buffer of shape (n,). An id outside the pool
         is an invalid entry like any other: BlockStateError, or skipped. O(n)."""
-        if self.on_invalid_free == "warn":  # type: ignore[attr-defined]
+        if self.on_invalid_free == "warn":
             ids = self._without_strange_ids(ids)
-        self.free_blocks(self._blocks_of_ids(ids), prepend)  # type: ignore[attr-defined]
+        self.free_blocks(self._blocks_of_ids(ids), prepend)
 
     def get_ref_counts(self) -> Any:
         """``ref_cnt`` of every block, a new int32 array of shape (num_gpu_blocks,). O(blocks)."""
-        counts = empty_id_array(self.num_gpu_blocks)  # type: ignore[attr-defined]
+        counts = empty_id_array(self.num_gpu_blocks)
         write_ids(counts, [block.ref_cnt for block in self.blocks])
         return counts
 
     def touch_ids(self, ids: Any) -> None:
         """Add references as ``touch`` does, by ids: an int32 buffer of shape (n,). BlockStateError names an id outside
         the pool. O(n)."""
-        self.touch(self._blocks_of_ids(ids))  # type: ignore[attr-defined]
+        self.touch(self._blocks_of_ids(ids))
 
     def find_prefix_ids(self, block_hashes: BlockHashList, group_id: int = 0, max_blocks: int | None = None) -> Any:
         """Ids of the first cached block of each hash, up to the first miss.
@@ -146,7 +164,7 @@ class IdCalls(PrefixCache):
         known = [block_id for block_id in ids_of_buffer(ids) if 0 <= block_id < num_blocks]
         num_strange = len(ids) - len(known)
         if num_strange:
-            self.stats.invalid_frees += num_strange  # type: ignore[attr-defined]
+            self.stats.invalid_frees += num_strange
             logger.warning("Skipped the free of %d ids outside the pool of %d blocks", num_strange, num_blocks)
         array = empty_id_array(len(known))
         write_ids(array, known)

@@ -1,8 +1,8 @@
 """The block pool in plain Python: allocation, reference counts and lazy eviction, over the prefix cache.
 
 This is the specification of the native core, its oracle in tests and the baseline of its benchmarks. What is common
-and hot is here; what is rare (events, partial blocks, moves, reset) is in ``PoolOperations``, written over the
-primitives at the end of the class.
+and hot is here; events, partial blocks, moves and reset are in ``BlockPoolBase``, written over the calls at the end of
+the class.
 
 Every mutating call is all or nothing. The hot loops change blocks as they go and stop at the first entry that is
 out of the ordinary; what they did is then undone, and a careful loop over the same batch either raises or finishes
@@ -20,69 +20,35 @@ P3. Blocks with ref_cnt 0 that are not queued and not null number ``_num_detache
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import length_hint
 from typing import Any, NoReturn
 
 from kvpool.errors import BlockStateError, InvalidArgumentError, InvariantError, NoFreeBlocksError
-from kvpool.events.wire import MEDIUM_GPU, KVCacheEvent
+from kvpool.pool.observed import BlockPoolBase
 from kvpool.pool.skipped_frees import MOST_LINES, log_skipped
 from kvpool.reference.block import KVCacheBlock, refuse_copy
 from kvpool.reference.check import find_violation
 from kvpool.reference.free_queue import PoolFreeQueue, check_num_blocks
-from kvpool.reference.id_calls import IdCalls
+from kvpool.reference.id_calls import IdCalls, PoolStats
 from kvpool.reference.parse import check_types
 
 INVALID_FREE_POLICIES = ("raise", "warn")
 
 
-class PoolStats:
-    """Counters of a pool since its creation.
+class BlockPool(IdCalls):
+    __doc__ = BlockPoolBase.__doc__
 
-    Attributes:
-        evictions: free blocks that lost a hash because they were reused.
-        invalid_frees: entries that ``free_blocks`` skipped under ``on_invalid_free="warn"``.
-    """
-
-    __slots__ = ("evictions", "invalid_frees")
-
-    def __init__(self) -> None:
-        self.evictions = 0
-        self.invalid_frees = 0
-
-
-class BlockPoolBase(IdCalls):
-    """Blocks, free list and prefix map of one KV cache. ``BlockPool`` adds the rarer operations.
-
-    Args:
-        num_gpu_blocks: size of the pool, at least 1; block 0 is the null block, so one less can be allocated.
-        enable_caching: whether blocks keep their hashes when they are freed, to be hit again.
-        hash_block_size: tokens per block hash of a request.
-        enable_kv_cache_events: whether to record what is stored and removed.
-        metrics_collector: told of allocations, accesses and evictions; see ``KVCacheMetricsCollector``.
-        medium: medium that events name.
-        uncached_first: freed blocks without a hash are reused first and last in, first out; False sends all freed
-            blocks to the tail.
-        on_invalid_free: "raise", or "warn" to skip, log and count the offending entries of a free.
-
-    Raises:
-        TypeError: num_gpu_blocks or hash_block_size is no int.
-        InvalidArgumentError: one of them is below 1, or on_invalid_free is unknown.
-
-    Creation is O(num_gpu_blocks). vLLM: ``BlockPool``.
-    """
-
-    def __init__(
+    def _create(
         self,
         num_gpu_blocks: int,
         enable_caching: bool,
         hash_block_size: int,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: Any = None,
-        medium: str = MEDIUM_GPU,
-        *,
-        uncached_first: bool = True,
-        on_invalid_free: str = "raise",
+        enable_kv_cache_events: bool,
+        metrics_collector: Any,
+        medium: str,
+        uncached_first: bool,
+        on_invalid_free: str,
     ) -> None:
         if not isinstance(num_gpu_blocks, int) or isinstance(num_gpu_blocks, bool):
             raise TypeError(f"num_gpu_blocks must be an int, not {type(num_gpu_blocks).__name__}")
@@ -94,7 +60,7 @@ class BlockPoolBase(IdCalls):
             raise InvalidArgumentError(f"hash_block_size must be positive, not {hash_block_size}")
         if on_invalid_free not in INVALID_FREE_POLICIES:
             raise InvalidArgumentError(f"on_invalid_free is one of {INVALID_FREE_POLICIES}, not {on_invalid_free!r}")
-        super().__init__()
+        self._create_prefix_cache()
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
@@ -104,12 +70,11 @@ class BlockPoolBase(IdCalls):
         self.uncached_first = uncached_first
         self.on_invalid_free = on_invalid_free
         self.stats = PoolStats()
-        self.kv_event_queue: list[KVCacheEvent] = []
-        self._reuse_watchers: dict[int, Callable[[KVCacheBlock], None]] = {}
+        self._reuse_watchers = {}
 
         self.free_block_queue = queue = PoolFreeQueue(self)
         self._num_detached = 0
-        self.blocks: list[KVCacheBlock] = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
         for block in self.blocks:
             block._pool = self
             block._queue = queue
@@ -128,7 +93,7 @@ class BlockPoolBase(IdCalls):
             TypeError, InvalidArgumentError: num_blocks is no int, or negative.
         """
         if self.enable_kv_cache_events or self.metrics_collector is not None or self._reuse_watchers:
-            return self._get_new_blocks_observed(num_blocks)  # type: ignore[attr-defined,no-any-return]
+            return self._get_new_blocks_observed(num_blocks)
         taken = self._take_blocks(num_blocks)
         if self.enable_caching:
             secondary_keys = self._secondary_keys
@@ -190,9 +155,9 @@ class BlockPoolBase(IdCalls):
 
     def _free_carefully(self, blocks: Sequence[KVCacheBlock], prepend: bool) -> None:
         """``free_blocks`` for a batch with blocks of other pools or invalid entries."""
-        batches: dict[BlockPoolBase, list[KVCacheBlock]] = {self: []}
+        batches: dict[BlockPool, list[KVCacheBlock]] = {self: []}
         references_left: dict[KVCacheBlock, int] = {}
-        invalid: list[tuple[BlockPoolBase, int, KVCacheBlock]] = []
+        invalid: list[tuple[BlockPool, int, KVCacheBlock]] = []
         for place, block in enumerate(blocks):
             pool = block._pool
             if pool is None:
@@ -307,7 +272,7 @@ class BlockPoolBase(IdCalls):
     def __reduce__(self) -> NoReturn:
         refuse_copy("BlockPool")
 
-    # Primitives for PoolOperations
+    # Calls for BlockPoolBase
 
     def _take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """``get_new_blocks`` without eviction: the blocks keep their hashes."""
@@ -330,7 +295,7 @@ class BlockPoolBase(IdCalls):
         queue._num_free -= num_blocks
         return taken
 
-    def _free_blocks_to_tail(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def _free_blocks_to_tail(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One reference less for each (valid) entry; those that reach 0 go to the tail in the given order."""
         released = []
         for block in blocks:

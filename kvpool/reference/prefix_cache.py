@@ -22,6 +22,7 @@ from kvpool.hashing.block_hash import (
     check_key,
     select_block_hashes,
 )
+from kvpool.pool.observed import BlockPoolBase
 from kvpool.reference.block import KVCacheBlock, to_long
 from kvpool.reference.parse import check_digest, group_suffix
 from kvpool.reference.prefix_map import PoolHashMap
@@ -54,20 +55,16 @@ class SecondaryHashes(Mapping[int, "frozenset[BlockHashWithGroupId]"]):
         return len(self._keys_by_id)
 
 
-class PrefixCache:
-    """The part of a pool that knows hashes; ``BlockPoolBase`` adds the blocks."""
+class PrefixCache(BlockPoolBase[KVCacheBlock]):
+    """The part of a pool that knows hashes."""
 
-    enable_kv_cache_events: bool
-    hash_block_size: int
     blocks: list[KVCacheBlock]
-    null_block: KVCacheBlock
+    cached_block_hash_to_block: PoolHashMap
 
-    def __init__(self) -> None:
+    def _create_prefix_cache(self) -> None:
         self.cached_block_hash_to_block = PoolHashMap(self)
         self._secondary_keys: dict[int, dict[BlockHashWithGroupId, None]] = {}
-        self.cached_block_hashes_by_block: Mapping[int, frozenset[BlockHashWithGroupId]] = SecondaryHashes(
-            self._secondary_keys
-        )
+        self.cached_block_hashes_by_block = SecondaryHashes(self._secondary_keys)
         self._unmapped_ids: set[int] = set()
 
     def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
@@ -118,7 +115,7 @@ class PrefixCache:
             InvalidArgumentError: too few blocks or hashes, a mask or a block size that does not fit.
         """
         if self.enable_kv_cache_events:
-            self._cache_full_blocks_observed(  # type: ignore[attr-defined]
+            self._cache_full_blocks_observed(
                 request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
             )
             return
@@ -225,7 +222,7 @@ class PrefixCache:
         if block._pool is not self:
             raise BlockStateError(f"the block belongs to {'no' if block._pool is None else 'another'} pool: {block!r}")
 
-    # Primitives for PoolOperations
+    # Calls for BlockPoolBase
 
     def _cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
         """Keys that lead to the block: the primary one, then the secondary ones in the order of their insertion."""

@@ -11,13 +11,19 @@ M2. In a pool, a key leads to exactly the blocks that carry it, as primary hash 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from kvpool.hashing.block_hash import BlockHashWithGroupId, check_key
 from kvpool.reference.block import KVCacheBlock, refuse_copy
 
-if TYPE_CHECKING:
-    from kvpool.reference.prefix_cache import PrefixCache
+
+class KeyOwner(Protocol):
+    """What the map of a pool asks of it: the blocks know their keys as well."""
+
+    def _attach_key(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None: ...
+
+    def _detach_key(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None: ...
+
 
 Entry = KVCacheBlock | dict[int, KVCacheBlock]
 
@@ -125,7 +131,7 @@ class PoolHashMap(BlockHashToBlockMap):
 
     __slots__ = ("_pool",)
 
-    def __init__(self, pool: PrefixCache) -> None:
+    def __init__(self, pool: KeyOwner) -> None:
         super().__init__()
         self._pool = pool
 

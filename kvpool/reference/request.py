@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from kvpool.hashing.block_hash import BlockHash
-from kvpool.requests.request_base import RequestBlockHasher, RequestOperations, to_token_ids
+from kvpool.requests.request_base import RequestBase, RequestBlockHasher, to_token_ids
 from kvpool.requests.token_ids import MAX_TOKEN_ID
 
 NOTHING_CHANGED = sys.maxsize
@@ -74,19 +74,14 @@ class TokenList(list[int]):
         return self
 
 
-class RequestBase:
-    """What a scheduler does with a request at every step. ``Request`` adds the rest.
+class Request(RequestBase):
+    __doc__ = RequestBase.__doc__
 
-    Args:
-        all_token_ids: tokens of the prompt; copied.
-        block_hasher: see ``Request``.
-        hash_block_size: tokens per hash where it is known that the hasher asks for nothing but full blocks, else 0.
+    # ``_hash_block_size`` is 0 where the hasher may ask for more than full blocks. ``_before_append`` holds, with such
+    # a hasher, the numbers of tokens and of hashes before the last tokens came, so that these can be taken back
+    # without asking it; else None.
 
-    ``_before_append`` holds, with a foreign hasher, the numbers of tokens and of hashes before the last tokens came, so
-    that these can be taken back without asking it; else None.
-    """
-
-    def __init__(self, all_token_ids: list[int], block_hasher: RequestBlockHasher | None, hash_block_size: int) -> None:
+    def _create(self, all_token_ids: list[int], block_hasher: RequestBlockHasher | None, hash_block_size: int) -> None:
         self._all_token_ids = TokenList(all_token_ids)
         self._output_token_ids: list[int] = []
         self._block_hashes: list[BlockHash] = []
@@ -194,7 +189,7 @@ class RequestBase:
         try:
             if new is None:
                 self._output_token_ids.append(token_ids)  # type: ignore[arg-type]
-                self._all_token_ids.append(token_ids)  # type: ignore[arg-type]
+                self._all_token_ids.append(token_ids)
             else:
                 self._output_token_ids.extend(new)
                 self._all_token_ids.extend(new)
@@ -216,7 +211,3 @@ class RequestBase:
         size = self._hash_block_size
         if size == 0 or len(self._all_token_ids) // size != len(self._block_hashes):
             self._block_hashes.extend(self._block_hasher(self))
-
-
-class Request(RequestOperations, RequestBase):
-    __doc__ = RequestOperations.__doc__

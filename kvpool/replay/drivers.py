@@ -60,8 +60,8 @@ def _make_manager_driver(name: str, num_blocks: int, block_size: int) -> Driver[
     manager_class: Any
     request_class: Any
     if name == "native":
+        from kvpool.backend import Request as request_class
         from kvpool.kv_cache_manager import KVCacheManager as manager_class
-        from kvpool.request import Request as request_class
     else:
         from kvpool.cache.reference_manager import KVCacheManager as manager_class
         from kvpool.reference import Request as request_class
@@ -94,7 +94,7 @@ def _make_vllm_manager(num_blocks: int, block_size: int) -> Any:
 
 def _make_pool_driver(name: str, num_blocks: int, block_size: int) -> Driver[Any]:
     if name == "native":
-        from kvpool.block_pool import BlockPool
+        from kvpool.backend import BlockPool
 
         return IdArrayDriver(name, BlockPool(num_blocks, True, block_size), num_blocks, block_size)
     if name == "reference":

@@ -7,12 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from kvpool.common.arguments import show, to_bool, to_float, to_int, to_text
 from kvpool.errors import InvalidArgumentError
 from kvpool.hashing.block_hash import BlockHash, BlockHashListWithBlockSize, resolve_block_hashes
-from kvpool.hashing.hashing import BlockHashing, parse_block_size
+from kvpool.hashing.hashing import BlockHasherBase, parse_block_size
 from kvpool.requests.sampling_params import SamplingParams
 from kvpool.requests.status import RequestStatus
 from kvpool.requests.token_ids import MAX_TOKEN_ID, TokenIds
@@ -81,7 +81,7 @@ def _num_prompt_tokens(token_ids: Sequence[int] | None, embeddings: Any) -> int:
     return num_tokens
 
 
-class RequestOperations:
+class RequestBase:
     """One sequence of tokens that is served, from its arrival to its end.
 
     Args:
@@ -126,24 +126,44 @@ class RequestOperations:
     vLLM: ``Request``.
     """
 
-    if TYPE_CHECKING:  # of the base, which comes behind
-        block_hashes: list[BlockHash]
-        num_tokens: int
-        num_prompt_tokens: int
-        num_computed_tokens: int
-        status: RequestStatus
-        _all_token_ids: Any  # a list of ints that notices how it is changed
-        _output_token_ids: list[int]
-        _block_hasher: RequestBlockHasher | None
-        _before_append: tuple[int, int] | None
+    # What each half brings: kvpool.native.request.RequestCore, and the twin.
 
-        @staticmethod
-        def are_token_ids(tokens: list[Any]) -> bool: ...
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    status: RequestStatus
+    _all_token_ids: Any  # a list of ints that notices how it is changed
+    _output_token_ids: list[int]
+    _block_hasher: RequestBlockHasher | None
+    _before_append: tuple[int, int] | None
 
-        @staticmethod
-        def are_plain(*arguments: Any) -> bool: ...
+    def _create(self, all_token_ids: list[int], block_hasher: RequestBlockHasher | None, hash_block_size: int) -> None:
+        raise NotImplementedError
 
-        def update_block_hashes(self) -> None: ...
+    @staticmethod
+    def are_token_ids(tokens: list[Any]) -> bool:
+        """Whether all are exact ints from 0 to ``MAX_TOKEN_ID``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def are_plain(*arguments: Any) -> bool:
+        """Whether these arguments of a request are what they are stored as, and in range."""
+        raise NotImplementedError
+
+    @property
+    def block_hashes(self) -> list[BlockHash]:
+        raise NotImplementedError
+
+    @block_hashes.setter
+    def block_hashes(self, block_hashes: list[BlockHash]) -> None:
+        raise NotImplementedError
+
+    @property
+    def num_tokens(self) -> int:
+        raise NotImplementedError
+
+    def update_block_hashes(self) -> None:
+        """Bring ``block_hashes`` up to date: stale ones go, those of new full blocks come."""
+        raise NotImplementedError
 
     def __init__(
         self,
@@ -193,8 +213,8 @@ class RequestOperations:
                     f"{num_prompt_tokens} prompt_token_ids, but {len(prompt_is_token_ids)} prompt_is_token_ids"
                 )
             all_token_ids = [token if is_token else 0 for token, is_token in zip(prompt, prompt_is_token_ids)]
-        hash_block_size = block_hasher.block_size if isinstance(block_hasher, BlockHashing) else 0
-        super().__init__(all_token_ids, block_hasher, hash_block_size)  # type: ignore[call-arg]
+        hash_block_size = block_hasher.block_size if isinstance(block_hasher, BlockHasherBase) else 0
+        self._create(all_token_ids, block_hasher, hash_block_size)
         self.request_id = request_id
         self.status = RequestStatus.WAITING
         self.prompt_token_ids = prompt
@@ -280,14 +300,14 @@ class RequestOperations:
         Raises:
             InvalidArgumentError: not a multiple of the hasher's block size, or no hasher of kvpool.
         """
-        if not isinstance(self._block_hasher, BlockHashing):
+        if not isinstance(self._block_hasher, BlockHasherBase):
             raise InvalidArgumentError("the request has no kvpool BlockHasher, so its hash block size is unknown")
         hash_block_size = self._block_hasher.block_size
         resolved = resolve_block_hashes(self.block_hashes, hash_block_size, parse_block_size(block_size))
         assert isinstance(resolved, (list, BlockHashListWithBlockSize))
         return resolved
 
-    def __lt__(self, other: RequestOperations) -> bool:
+    def __lt__(self, other: RequestBase) -> bool:
         """Whether it is served before the other: by priority, then arrival, then id."""
         mine = (self.priority, self.arrival_time, self.request_id, id(self))
         return mine < (other.priority, other.arrival_time, other.request_id, id(other))

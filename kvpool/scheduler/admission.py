@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from kvpool.backend import Request
     from kvpool.kv_cache_manager import KVCacheManager
-    from kvpool.request import Request
 
 
 class RequestTooLargeError(InvalidArgumentError):

@@ -21,10 +21,10 @@ from kvpool.errors import InvariantError
 from kvpool.requests.status import RequestStatus
 
 if TYPE_CHECKING:
-    from kvpool.scheduler.scheduler import Scheduler
+    from kvpool.scheduler.lifecycle import RequestLifecycle
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
+def check_scheduler(scheduler: RequestLifecycle) -> None:
     """Raises InvariantError with the reason. O(requests + blocks)."""
     _check_queues(scheduler)
     _check_running(scheduler)
@@ -37,7 +37,7 @@ def _require(is_fulfilled: bool, number: int, reason: str) -> None:
         raise InvariantError(f"scheduler invariant {number}: {reason}")
 
 
-def _check_queues(scheduler: Scheduler) -> None:
+def _check_queues(scheduler: RequestLifecycle) -> None:
     waiting = list(scheduler.waiting)
     ids = [request.request_id for request in [*scheduler.running, *waiting]]
     _require(sorted(ids) == sorted(scheduler.requests), 1, f"{ids} in queues, {list(scheduler.requests)} in requests")
@@ -49,7 +49,7 @@ def _check_queues(scheduler: Scheduler) -> None:
         _require(not any(block_ids), 2, f"{name} waits with blocks {block_ids}")
 
 
-def _check_running(scheduler: Scheduler) -> None:
+def _check_running(scheduler: RequestLifecycle) -> None:
     running, manager = scheduler.running, scheduler.kv_cache_manager
     _require(len(running) <= scheduler.config.max_num_seqs, 3, f"{len(running)} requests run")
     _require(running == sorted(running, key=scheduler.order_of_service), 3, "running is out of order")
@@ -63,7 +63,7 @@ def _check_running(scheduler: Scheduler) -> None:
             _require(is_covered, 4, f"{name}: {num_computed} tokens in {len(table)} blocks")
 
 
-def _check_in_flight(scheduler: Scheduler) -> None:
+def _check_in_flight(scheduler: RequestLifecycle) -> None:
     in_flight: Counter[int] = Counter()
     for under_way in scheduler.steps_under_way:
         for request, num_tokens in zip(under_way.requests, under_way.num_tokens):
@@ -73,7 +73,7 @@ def _check_in_flight(scheduler: Scheduler) -> None:
         _require(count == expected, 5, f"{request.request_id!r}: {count} tokens in flight, {expected} in steps")
 
 
-def _check_blocks(scheduler: Scheduler) -> None:
+def _check_blocks(scheduler: RequestLifecycle) -> None:
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     users = Counter(

@@ -11,7 +11,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.requests.token_ids import MAX_TOKEN_ID
 
 if TYPE_CHECKING:
-    from kvpool.request import Request
+    from kvpool.backend import Request
     from kvpool.requests.status import RequestStatus
 
 

@@ -20,8 +20,8 @@ from kvpool.scheduler.queue import create_request_queue
 from kvpool.scheduler.stats import Counts, SchedulerStats
 
 if TYPE_CHECKING:
+    from kvpool.backend import Request
     from kvpool.kv_cache_manager import KVCacheManager
-    from kvpool.request import Request
     from kvpool.scheduler.in_flight import StepUnderWay
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from kvpool.cache.spec import MambaSpec
 
 if TYPE_CHECKING:
+    from kvpool.backend import Request
     from kvpool.kv_cache_manager import KVCacheManager
-    from kvpool.request import Request
 
 
 class MambaSplit:

@@ -16,7 +16,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.scheduler.config import SchedulingPolicy
 
 if TYPE_CHECKING:
-    from kvpool.request import Request
+    from kvpool.backend import Request
 
 _MIN_STALE_ENTRIES = 16  # below that a rebuild of the heap isn't worth it
 

@@ -4,10 +4,10 @@ There is no model in it. A step is one round trip: ``schedule()`` says what to c
 samples, ``update_from_output()`` takes the tokens. A loop around it, with a model that continues any text with the
 numbers that follow::
 
-    from kvpool.block_hasher import BlockHasher
+    from kvpool.backend import BlockHasher
     from kvpool.kv_cache_manager import KVCacheManager
     from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from kvpool.request import Request
+    from kvpool.backend import Request
     from kvpool.scheduler import Scheduler, SchedulerConfig
 
     BLOCK_SIZE = 16
@@ -86,8 +86,8 @@ from kvpool.scheduler.step import Step
 from kvpool.scheduler.withdrawal import StepWithdrawal
 
 if TYPE_CHECKING:
+    from kvpool.backend import Request
     from kvpool.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from kvpool.request import Request
 
 _FINISH_REASONS = {RequestStatus.FINISHED_STOPPED: "stop", RequestStatus.FINISHED_LENGTH_CAPPED: "length"}
 _NO_ERRORS: Mapping[str, str] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvpool.scheduler.output import BlockIds, CachedRequestData, NewRequestData
 
 if TYPE_CHECKING:
-    from kvpool.request import Request
+    from kvpool.backend import Request
     from kvpool.scheduler.in_flight import StepUnderWay
 
 

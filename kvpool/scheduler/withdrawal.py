@@ -18,8 +18,8 @@ from kvpool.scheduler.lifecycle import RequestLifecycle
 from kvpool.scheduler.output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from kvpool.backend import Request
     from kvpool.kv_cache_manager import KVCacheManager
-    from kvpool.request import Request
     from kvpool.scheduler.config import SchedulerConfig
 
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_requests import Lora, Picture, TokenRequest
 
-import kvpool.block_hasher
+import kvpool.backend
 import kvpool.reference.block_hasher
 from kvpool.errors import InvalidArgumentError
 from kvpool.hashing import hashing, openssl
@@ -68,7 +68,7 @@ def expected_hashes(algorithm: str, tokens: Sequence[int], block_size: int, requ
 
 
 def hasher_class_of(backend_name: str) -> Any:
-    module = kvpool.block_hasher if backend_name == "native" else kvpool.reference.block_hasher
+    module = kvpool.backend if backend_name == "native" else kvpool.reference.block_hasher
     return module.BlockHasher
 
 
@@ -326,10 +326,10 @@ def test_a_shortened_list_of_tokens(hasher: Any, algorithm: str) -> None:
 def test_digests_are_the_same_everywhere(hasher_class: Any, name: str, monkeypatch: Any) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     hasher = hasher_class(name, 16)
-    assert hasher.seed == kvpool.block_hasher.DEFAULT_SEED
+    assert hasher.seed == kvpool.hashing.hashing.DEFAULT_SEED
     assert hasher.hash_token_ids(GOLDEN_TOKENS)[-1].hex() == GOLDEN[name]
     code = f"""
-from kvpool.block_hasher import BlockHasher
+from kvpool.backend import BlockHasher
 print(BlockHasher({name!r}, 16).hash_token_ids({GOLDEN_TOKENS})[-1].hex())
 """
     assert run_python(code) == run_python(code, KVPOOL_PURE_PYTHON="1") == GOLDEN[name]
@@ -445,8 +445,7 @@ def test_the_cbor2_package_is_missing(hasher_class: Any, monkeypatch: Any) -> No
 def test_packages_are_imported_when_they_are_needed() -> None:
     code = """
 import sys
-from kvpool.block_hasher import BlockHasher
-import kvpool.request
+from kvpool.backend import BlockHasher
 loaded = lambda: [name for name in ("ctypes", "xxhash", "cbor2", "numpy") if name in sys.modules]
 before = loaded()
 BlockHasher("sha256_cbor", 4).hash_token_ids([1, 2, 3, 4])

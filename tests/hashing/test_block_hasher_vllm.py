@@ -11,8 +11,9 @@ import pytest
 from conftest import BACKEND_NAMES
 from test_block_hasher import ALGORITHMS, hasher_class_of
 
+import kvpool.backend
 import kvpool.reference.request
-import kvpool.request
+import kvpool.requests.status
 
 pytestmark = pytest.mark.vllm
 
@@ -55,7 +56,7 @@ def algorithm(request: pytest.FixtureRequest, monkeypatch: Any, vllm: Any) -> st
 
 @pytest.fixture(params=BACKEND_NAMES)
 def classes(request: pytest.FixtureRequest) -> Any:
-    module = kvpool.request if request.param == "native" else kvpool.reference.request
+    module = kvpool.backend if request.param == "native" else kvpool.reference.request
     return SimpleNamespace(BlockHasher=hasher_class_of(request.param), Request=module.Request)
 
 
@@ -169,6 +170,6 @@ def test_the_seeds_without_a_setting(vllm: Any, classes: Any, monkeypatch: Any) 
 
 
 def test_statuses_have_the_same_values(vllm: Any) -> None:
-    for status in kvpool.request.RequestStatus:
+    for status in kvpool.requests.status.RequestStatus:
         assert vllm.RequestStatus[status.name] == status
-        assert vllm.RequestStatus.is_finished(status) == kvpool.request.RequestStatus.is_finished(status)
+        assert vllm.RequestStatus.is_finished(status) == kvpool.requests.status.RequestStatus.is_finished(status)

@@ -20,23 +20,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_requests import Lora, Picture
 
+import kvpool.backend
 import kvpool.reference.block_hasher
 import kvpool.reference.request
-import kvpool.request
-from kvpool.block_hasher import BlockHasher
+from kvpool.backend import BlockHasher
 from kvpool.common.arguments import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.hashing.block_hash import BlockHashListWithBlockSize
-from kvpool.request import RequestStatus, TokenIds
 from kvpool.requests.sampling_params import SamplingParams
-from kvpool.requests.token_ids import MAX_TOKEN_ID
+from kvpool.requests.status import RequestStatus
+from kvpool.requests.token_ids import MAX_TOKEN_ID, TokenIds
 
 BLOCK_SIZE = 4
 
 
 @pytest.fixture(params=BACKEND_NAMES)
 def request_class(request: pytest.FixtureRequest) -> Any:
-    module = kvpool.request if request.param == "native" else kvpool.reference.request
+    module = kvpool.backend if request.param == "native" else kvpool.reference.request
     return module.Request
 
 
@@ -622,9 +622,8 @@ def test_a_hasher_of_either_backend_fits(request_class: Any) -> None:
 
 def test_the_backend_follows_the_environment() -> None:
     code = """
-from kvpool import request, block_hasher
-from kvpool.reference import request as twin, block_hasher as twin_hasher
-print(request.Request is twin.Request, block_hasher.BlockHasher is twin_hasher.BlockHasher)
+from kvpool import backend, reference
+print(backend.Request is reference.Request, backend.BlockHasher is reference.BlockHasher)
 """
     for value, expected in (("1", "True True"), ("0", "False False")):
         if value == "0" and "native" not in BACKEND_NAMES:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpool import backend
-from kvpool.block_pool import BlockPool
+from kvpool.backend import BlockPool
 from kvpool.cache.blocks import KVCacheBlocks
 from kvpool.errors import BlockStateError
 

@@ -10,13 +10,13 @@ import pytest
 from conftest import BACKEND_NAMES, make_backend
 
 import kvpool
-from kvpool import BlockStateError, KvpoolError, NoFreeBlocksError, list_tables
-from kvpool.block_hasher import BlockHasher
+from kvpool import BlockStateError, KvpoolError, NoFreeBlocksError, backend
+from kvpool.backend import BlockHasher
 from kvpool.pool import list_tables as operations
 
 SIZE = 4  # tokens a block
 NUM_STEPS = 150
-CALLS = {"native": list_tables, "reference": operations}
+CALLS = {"native": backend, "reference": operations}
 
 
 @pytest.fixture

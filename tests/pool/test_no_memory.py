@@ -19,7 +19,7 @@ from pool_state import state_of
 from token_requests import TokenRequest, lookup_key
 
 import kvpool
-from kvpool import list_tables
+from kvpool import backend
 from kvpool.kv_cache_manager import KVCacheManager
 from kvpool.requests.status import RequestStatus
 
@@ -89,9 +89,9 @@ POOL_CALLS: dict[str, tuple[dict[str, Any], Callable[[PoolStage], Any]]] = {
     "append_n": ({"num_used": 1}, lambda s: s.pool.free_block_queue.append_n([])),
     "table.append": ({}, lambda s: s.table.append(s.blocks[3])),
     "table.extend": ({}, lambda s: s.table.extend(s.blocks)),
-    "allocate_table": ({"num_used": 1}, lambda s: list_tables.allocate_table(s.pool, N)),
-    "touch_table": ({}, lambda s: list_tables.touch_table(s.pool, s.ids.tolist())),
-    "free_table": ({}, lambda s: list_tables.free_table(s.pool, s.ids.tolist())),
+    "allocate_table": ({"num_used": 1}, lambda s: backend.allocate_table(s.pool, N)),
+    "touch_table": ({}, lambda s: backend.touch_table(s.pool, s.ids.tolist())),
+    "free_table": ({}, lambda s: backend.free_table(s.pool, s.ids.tolist())),
 }
 
 

@@ -28,7 +28,7 @@ from test_contents_scheduler import SPECS, SchedulerHistory
 
 import kvpool
 from kvpool import reference
-from kvpool.cache.manager import KVCacheManagerOperations
+from kvpool.cache.manager import KVCacheManagerBase
 from kvpool.engine import engine as engine_module
 from kvpool.errors import BlockStateError, InvalidArgumentError
 from kvpool.kv_cache_manager import PlainKVCacheManager
@@ -451,7 +451,7 @@ def test_a_defect_that_shows_again_is_named(path: Path, monkeypatch: pytest.Monk
     def fail(self: Any) -> None:
         raise AssertionError("no such step")
 
-    monkeypatch.setattr(KVCacheManagerOperations, "new_step_starts", fail)
+    monkeypatch.setattr(KVCacheManagerBase, "new_step_starts", fail)
     report = play_recording(path)
     assert str(report.finding) == (
         "operation 1, new_step_starts(): it fails as recorded, with AssertionError: no such step"

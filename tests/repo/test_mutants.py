@@ -24,7 +24,7 @@ from kvpool.reference.prefix_map import BlockHashToBlockMap
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 SETTINGS = settings(
     max_examples=1500,

@@ -17,11 +17,10 @@ import pytest
 from conftest import IS_PURE_PYTHON
 
 from kvpool import reference
-from kvpool.cache.manager import KVCacheManagerOperations
+from kvpool.cache.manager import KVCacheManagerBase
 from kvpool.pool import list_tables
 from kvpool.recording import told
-from kvpool.reference.pool import BlockPoolBase
-from kvpool.reference.request import RequestBase, TokenList
+from kvpool.reference.request import TokenList
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "kvpool").rglob("*.pyx"))
@@ -34,15 +33,15 @@ ALLOWED = r""".*\.__(reduce|setstate)_cython__
 """
 # The Python half of each class and function: the annotations are the same.
 TWINS: dict[str, Any] = {
-    "BlockAllocator": BlockPoolBase,
-    "PrefixCache": BlockPoolBase,
-    "BlockPoolBase": BlockPoolBase,
+    "BlockAllocator": reference.BlockPool,
+    "PrefixCache": reference.BlockPool,
+    "BlockPoolCore": reference.BlockPool,
     "KVCacheBlock": reference.KVCacheBlock,
     "FreeKVCacheBlockQueue": reference.FreeKVCacheBlockQueue,
     "BlockHashToBlockMap": reference.BlockHashToBlockMap,
-    "RequestBase": RequestBase,
+    "RequestCore": reference.Request,
     "TokenList": TokenList,
-    "KVCacheManagerBase": KVCacheManagerOperations,
+    "KVCacheManagerCore": KVCacheManagerBase,
     **{name: value for name, value in vars(list_tables).items() if inspect.isfunction(value)},
 }
 if IS_PURE_PYTHON:

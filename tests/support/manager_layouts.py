@@ -13,9 +13,9 @@ from typing import Any
 
 from token_requests import TokenRequest
 
+from kvpool.backend import Request
 from kvpool.cache import spec as specs
 from kvpool.cache.spec import KVCacheConfig, KVCacheGroupSpec
-from kvpool.request import Request
 
 
 class Status(enum.Enum):

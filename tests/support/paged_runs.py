@@ -12,10 +12,9 @@ import msgspec
 import numpy as np
 import torch
 
-from kvpool.block_hasher import BlockHasher
+from kvpool.backend import BlockHasher, Request
 from kvpool.cache.spec import KVCacheConfig, KVCacheGroupSpec
 from kvpool.kv_cache_manager import KVCacheManager
-from kvpool.request import Request
 from kvpool.requests.sampling_params import SamplingParams
 from kvpool.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from kvpool.worker.model_runner import ModelRunner, RunnerConfig

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from kvpool import block_hasher, reference, request
-from kvpool.block_pool import BlockPool
+from kvpool import backend, reference
+from kvpool.backend import BlockPool
 from kvpool.cache.spec import (
     AttentionSpec,
     FullAttentionSpec,
@@ -34,8 +34,8 @@ VOCABULARY = 50
 STACKS = {
     "native": SimpleNamespace(
         make_manager=partial(KVCacheManager, block_pool_class=BlockPool),
-        Request=request.Request,
-        BlockHasher=block_hasher.BlockHasher,
+        Request=backend.Request,
+        BlockHasher=backend.BlockHasher,
     ),
     "reference": SimpleNamespace(
         make_manager=partial(KVCacheManager, block_pool_class=reference.BlockPool),

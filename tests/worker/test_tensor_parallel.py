@@ -23,10 +23,9 @@ from tiny_models import KINDS, make_model, make_prompts  # noqa: E402
 from tiny_models import generate as generate_by_transformers  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from kvpool.block_hasher import BlockHasher  # noqa: E402
+from kvpool.backend import BlockHasher, Request  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.kv_cache_manager import KVCacheManager  # noqa: E402
-from kvpool.request import Request  # noqa: E402
 from kvpool.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from kvpool.worker import __main__ as worker  # noqa: E402
 from kvpool.worker import model_runner  # noqa: E402

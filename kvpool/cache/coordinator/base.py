@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.block_pool import BlockPool
+from kvpool.backend import BlockPool
 from kvpool.cache.managers import (
     CrossAttentionManager,
     FullAttentionManager,
@@ -17,10 +17,9 @@ from kvpool.cache.spec import KVCacheConfig, MambaSpec, SlidingWindowSpec
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from kvpool.backend import KVCacheBlock, Request
     from kvpool.hashing.block_hash import BlockHash
     from kvpool.metrics.residency import KVCacheMetricsCollector
-    from kvpool.reference.block import KVCacheBlock
-    from kvpool.request import Request
 
 BlocksByGroup = tuple[Sequence["KVCacheBlock"], ...]
 CacheHit = tuple[tuple[list["KVCacheBlock"], ...], int, int]

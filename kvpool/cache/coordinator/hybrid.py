@@ -19,10 +19,10 @@ from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, Mam
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from kvpool.backend import KVCacheBlock
     from kvpool.cache.managers import SingleTypeKVCacheManager
     from kvpool.hashing.block_hash import BlockHash
     from kvpool.metrics.residency import KVCacheMetricsCollector
-    from kvpool.reference.block import KVCacheBlock
 
 
 class SpecGroup(NamedTuple):

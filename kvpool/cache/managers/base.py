@@ -27,9 +27,8 @@ from kvpool.cache.spec import AttentionSpec, KVCacheSpec, ceil_div
 from kvpool.errors import BlockStateError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpool.block_pool import BlockPool
+    from kvpool.backend import BlockPool, KVCacheBlock
     from kvpool.hashing.block_hash import BlockHashList
-    from kvpool.reference.block import KVCacheBlock
 
 
 class AllocationNote(NamedTuple):

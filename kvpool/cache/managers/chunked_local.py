@@ -10,9 +10,8 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.hashing.block_hash import resolve_block_hashes
 
 if TYPE_CHECKING:
-    from kvpool.block_pool import BlockPool
+    from kvpool.backend import BlockPool, KVCacheBlock
     from kvpool.hashing.block_hash import BlockHashList
-    from kvpool.reference.block import KVCacheBlock
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):

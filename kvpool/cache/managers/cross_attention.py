@@ -10,9 +10,8 @@ from kvpool.cache.spec import CrossAttentionSpec, KVCacheSpec
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpool.block_pool import BlockPool
+    from kvpool.backend import BlockPool, KVCacheBlock
     from kvpool.hashing.block_hash import BlockHashList
-    from kvpool.reference.block import KVCacheBlock
 
 
 class CrossAttentionManager(SingleTypeKVCacheManager):

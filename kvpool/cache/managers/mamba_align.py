@@ -28,9 +28,8 @@ from kvpool.cache.spec import MambaSpec, ceil_div
 from kvpool.errors import BlockStateError
 
 if TYPE_CHECKING:
-    from kvpool.block_pool import BlockPool
+    from kvpool.backend import BlockPool, KVCacheBlock
     from kvpool.hashing.block_hash import BlockHashWithGroupId
-    from kvpool.reference.block import KVCacheBlock
 
 
 def get_mamba_prefill_checkpoint_position(num_tokens: int, hash_block_size: int, drop_eagle_block: bool) -> int:

@@ -9,7 +9,7 @@ from kvpool.cache.spec import SinkFullAttentionSpec
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpool.block_pool import BlockPool
+    from kvpool.backend import BlockPool
 
 
 class SinkFullAttentionManager(FullAttentionManager):

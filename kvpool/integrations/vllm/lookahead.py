@@ -14,9 +14,9 @@ import vllm.v1.core.kv_cache_utils as vllm_blocks
 from kvpool.pool.event_stream import EventFormat
 
 if TYPE_CHECKING:
-    from kvpool import block_pool
+    from kvpool.backend import BlockPool
 
-    _Base = block_pool.BlockPool
+    _Base = BlockPool
 else:
     _Base = object
 

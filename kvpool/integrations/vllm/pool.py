@@ -18,7 +18,7 @@ import vllm.v1.core.block_pool as vllm_pool
 import vllm.v1.core.kv_cache_utils as vllm_blocks
 from vllm.distributed import kv_events as vllm_events
 
-from kvpool import backend, block_pool
+from kvpool import backend
 from kvpool.common.environment import read_choice
 from kvpool.events import wire
 from kvpool.integrations.vllm.announcement import announce_waiting
@@ -91,7 +91,7 @@ _EVENT_FORMAT = EventFormat(
 )
 
 
-class BlockPool(LookaheadEvents, block_pool.BlockPool, VllmBlockPool):  # type: ignore[misc,valid-type]
+class BlockPool(LookaheadEvents, backend.BlockPool, VllmBlockPool):  # type: ignore[misc,valid-type]
     """kvpool's pool under vLLM's name: same calls, same events of vLLM's own classes, same order of reuse.
 
     Its arguments are those of the vLLM at hand, in that one's order.

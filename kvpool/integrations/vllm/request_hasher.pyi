@@ -2,11 +2,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpool.hashing.hashing import Algorithm, Digest
-from kvpool.native.block_hasher import BlockHasherBase
+from kvpool.native.block_hasher import BlockHasherCore
 
 __all__ = ["RequestHasher"]
 
-class RequestHasher(BlockHasherBase):
+class RequestHasher(BlockHasherCore):
     def __init__(
         self,
         block_size: int,

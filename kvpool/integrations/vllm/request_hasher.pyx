@@ -2,7 +2,7 @@
 from cpython.bytes cimport PyBytes_CheckExact
 from cpython.list cimport PyList_CheckExact, PyList_GET_SIZE, PyList_GetSlice
 
-from kvpool.native.block_hasher cimport BlockHasherBase
+from kvpool.native.block_hasher cimport BlockHasherCore
 
 __all__ = ["RequestHasher"]
 
@@ -20,7 +20,7 @@ cdef class Prefix:
         return getattr(self.request, name)
 
 
-cdef class RequestHasher(BlockHasherBase):
+cdef class RequestHasher(BlockHasherCore):
     """RequestHasher(block_size, algorithm, digest, hash_function, stock, request_class, names)\n--\n\n\
     Called with a request, it returns the hashes of the full blocks that have none yet. O(new tokens).
 
@@ -28,7 +28,7 @@ cdef class RequestHasher(BlockHasherBase):
     than vLLM's, are hashed by vLLM's own hasher; tokens that are no plain ints by its hash function.
 
     Args:
-        block_size, algorithm, digest: as for ``BlockHasherBase``.
+        block_size, algorithm, digest: of the hashes.
         hash_function: vLLM's, of which ``algorithm`` is the description.
         stock: vLLM's request block hasher for them.
         request_class: the only class whose attributes are known here.
@@ -40,7 +40,7 @@ cdef class RequestHasher(BlockHasherBase):
     cdef object names
 
     def __init__(self, block_size, algorithm, digest, hash_function, stock, request_class, names):
-        super().__init__(block_size, algorithm, digest)
+        self._create(block_size, algorithm, digest)
         self.hash_function = hash_function
         self.stock = stock
         self.request_class = request_class
