@@ -35,6 +35,13 @@ napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
+# Where the code names what both halves have in common, the link leads to what a reader has in hand.
+PUBLIC_NAMES = {
+    "kvpool.pool.interface.Block": "KVCacheBlock",
+    "kvpool.pool.interface.BlockT": "KVCacheBlock",
+    "kvpool.pool.interface.PrefixMap": "BlockHashToBlockMap",
+}
+
 
 def object_of(target: str) -> Any:
     """What a dotted name leads to, None for nothing."""
@@ -60,6 +67,7 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     in. What is left is an error.
     """
     target = node.get("reftarget", "")
+    target = PUBLIC_NAMES.get(target, target)
     name = target.rpartition(".")[2]
     domain = env.get_domain("py")
     candidates = [full for full in domain.objects if full.rpartition(".")[2] == name and full.startswith("kvpool")]
