@@ -63,6 +63,17 @@ def test_it_shows_the_pool_and_a_scheduler() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_make_target_that_is_named_exists(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert "test" in targets
+    text = document.read_text(encoding="utf-8")
+    # Several may stand behind one `make`, one space between them; a variable and its value are none.
+    named = re.findall(r"(?:^|`)make((?: [a-z][a-z0-9-]*(?![\w=-]))+)", text, re.MULTILINE)
+    words = {word for line in named for word in line.split()}
+    assert sorted(words - targets) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_no_link_is_dead(document: Path) -> None:
     assert dead_links(document) == []
 
