@@ -86,6 +86,12 @@ test: ctest $(VENV)/.installed
 	$(BIN)/pytest -q tests -n auto --dist loadfile -m 'not timing'
 	$(BIN)/pytest -q tests -m timing
 
+# Seconds, and without torch: what a change of the core or the pool has to pass first.
+QUICK_TESTS := tests/pool tests/hashing -m 'not slow and not timing and not dataplane and not vllm'
+
+quick: ctest $(VENV)/.built build
+	$(BIN)/pytest -q -n auto $(QUICK_TESTS)
+
 # ---- C core ----
 
 C_TESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
@@ -312,7 +318,7 @@ wheel: $(WHEEL)/.tools
 	  pip --disable-pip-version-check --quiet install --no-deps --only-binary :all: ../dist/*.whl && \
 	  python -c 'import kvpool, sys; assert kvpool.__file__.startswith(sys.prefix), kvpool.__file__' && \
 	  kvpool doctor && \
-	  pytest -q -p no:cacheprovider tests/pool tests/hashing -m 'not slow and not timing and not dataplane and not vllm'
+	  pytest -q -p no:cacheprovider $(QUICK_TESTS)
 	@ls $(WHEEL)/dist
 
 # Versions and hashes of all that is installed above, anew.
