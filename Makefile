@@ -20,7 +20,7 @@ NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookah
 LEG := build/legs
 
 .PHONY: help demo test quick build ctest asan valgrind fuzz mutants soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
-        conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint pyright docs wheel sdist lock audit clean
+        conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint format pyright docs wheel sdist lock audit clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -45,7 +45,7 @@ help:
 	@echo 'bench bench-c           pytest-benchmark; the same loops in C'
 	@echo 'bench-table             every target of the pool in one run (beside vLLM: BENCH_PYTHON=$(VLLM_VENV)/bin/python)'
 	@echo 'bench-check             native-to-reference ratios against bench/ratios.json'
-	@echo 'lint                    ruff, clang-format and mypy'
+	@echo 'lint format             ruff, clang-format and mypy; what the two formatters ask for, done'
 	@echo 'pyright                 types of the examples'
 	@echo 'docs                    the API reference in build/docs/html; a warning is an error'
 	@echo 'wheel                   a manylinux wheel, installed and tested where there is no compiler'
@@ -271,11 +271,20 @@ bench-check: $(VENV)/.installed
 
 # ---- the rest ----
 
+PYTHON_SOURCES := kvpool tests bench fuzz examples docs/api setup.py setup_sbom.py
+C_FILES := $(wildcard csrc/*.[ch] tests/c/*.[ch] bench/c/*.[ch] fuzz/c/*.[ch])
+
 lint: $(VENV)/.installed
-	$(BIN)/ruff check kvpool tests bench fuzz setup.py setup_sbom.py
-	$(BIN)/ruff format --check kvpool tests bench fuzz setup.py setup_sbom.py
-	$(BIN)/clang-format --dry-run -Werror $(wildcard csrc/*.[ch] tests/c/*.[ch] bench/c/*.[ch] fuzz/c/*.[ch])
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
 	$(BIN)/mypy
+
+# What lint asks for, done.
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(BIN)/clang-format -i $(C_FILES)
 
 # Types of the examples, as an editor shows them.
 pyright: $(VENV)/.installed

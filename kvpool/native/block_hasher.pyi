@@ -1,4 +1,3 @@
-
 __all__ = ["BlockHasherCore"]
 
 class BlockHasherCore:
