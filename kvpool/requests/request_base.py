@@ -1,5 +1,7 @@
-"""What is rare in the life of a request, written once over the native base or the reference: how it is made, cut and
-compared. What a scheduler does at every step is in the base: token counts, appended tokens, block hashes.
+"""``RequestBase``: how a request is made, cut, compared and continued, the same for both halves.
+
+What a scheduler asks of a request at every step (token counts, appended tokens, block hashes) is in the halves:
+``kvpool.native.request`` and ``kvpool.reference.request``.
 """
 
 from __future__ import annotations

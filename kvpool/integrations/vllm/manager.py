@@ -103,8 +103,8 @@ def _make_group(group: Any, manager: Any, coordinator: Any) -> manager_steps.Gro
         caches_tails = group.block_size != manager.block_pool.hash_block_size
         return manager_steps.Group(group, "full", 0, most_blocks, True, caches_tails)
     if type(group) is group_managers.SlidingWindowManager:
-        span = group.sliding_window + group.extra_retained_tokens
-        return manager_steps.Group(group, "window", span, most_blocks, _caches_all(group, coordinator), False)
+        window = group.sliding_window + group.extra_retained_tokens
+        return manager_steps.Group(group, "window", window, most_blocks, _caches_all(group, coordinator), False)
     if type(group) is group_managers.ChunkedLocalAttentionManager:
         return manager_steps.Group(group, "local", group.attention_chunk_size, most_blocks, True, False)
     return None
