@@ -139,9 +139,6 @@ void kvp_table_kv_rows(const int64_t *slots, int64_t n, int32_t block_size, int6
 kvp_table_status_t kvp_table_compress(const kvp_block_table_t *table, kvp_ints_t rows, kvp_ints_t num_tokens, int64_t n,
                                       int32_t *starts, int32_t *blocks, int64_t room, int32_t *last_lens,
                                       kvp_table_fault_t *fault);
-/* The rows of a batch one after the other, each cut or padded with the null block to `width` cells. O(n * width). */
-kvp_table_status_t kvp_table_gather(const kvp_block_table_t *table, kvp_ints_t rows, int64_t n, int32_t width,
-                                    int32_t *out, kvp_table_fault_t *fault);
 /* How many leading blocks all n rows have in common, at most `limit`; the null block holds no data and ends them. */
 kvp_table_status_t kvp_table_num_common(const kvp_block_table_t *table, kvp_ints_t rows, int64_t n, int32_t limit,
                                         int32_t *out, kvp_table_fault_t *fault);

@@ -132,21 +132,6 @@ kvp_table_status_t kvp_table_compress(const kvp_block_table_t *table, kvp_ints_t
     return KVP_TABLE_OK;
 }
 
-kvp_table_status_t kvp_table_gather(const kvp_block_table_t *table, kvp_ints_t rows, int64_t n, int32_t width,
-                                    int32_t *out, kvp_table_fault_t *fault) {
-    const kvp_table_status_t status = check_rows(table, rows, n, fault);
-    if (status != KVP_TABLE_OK) {
-        return status;
-    }
-    const int32_t copied = width < table->width ? width : table->width;
-    for (int64_t i = 0; i < n; i++) {
-        int32_t *const row = out + i * width;
-        memcpy(row, kvpi_row(table, row_at(rows, i)), (size_t)copied * sizeof(int32_t));
-        memset(row + copied, 0, (size_t)(width - copied) * sizeof(int32_t));
-    }
-    return KVP_TABLE_OK;
-}
-
 kvp_table_status_t kvp_table_num_common(const kvp_block_table_t *table, kvp_ints_t rows, int64_t n, int32_t limit,
                                         int32_t *out, kvp_table_fault_t *fault) {
     const kvp_table_status_t status = check_rows(table, rows, n, fault);

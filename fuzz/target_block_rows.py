@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from kvpool.native.block_rows import BlockRowGroups, BlockRows
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.pairs import outcome, plain
 from fuzz.values import Maker, any_id_array, any_int, any_sequence, constant, junk
 from kvpool import reference
 from kvpool.native import step_outputs as outputs
+from kvpool.native.block_rows import BlockRowGroups, BlockRows
 
 MAX_STEPS = 50
 
@@ -154,27 +154,6 @@ def edit_all(d: Decisions, tables: Tables) -> Step:
     return Step(call, is_valid, follow)
 
 
-def append_rows(d: Decisions, tables: Tables) -> Step:
-    group, n = d.below(len(tables.groups)), d.below(5)
-    rows, ids = [a_row(d, tables) for _ in range(n)], [some_ids(d, tables) for _ in range(n)]
-    lengths = [len(row) for row in tables.rows[group]]
-    is_valid = True
-    for (_, row), (_, each) in zip(rows, ids):
-        is_valid = is_valid and row is not None and tables.fits(group, each, lengths[row])
-        if row is not None:
-            lengths[row] += len(each)
-
-    def call(t: Tables) -> Any:
-        return t.groups[group].append_rows([make(t) for make, _ in rows], [make(t) for make, _ in ids])
-
-    def follow() -> None:
-        for (_, row), (_, each) in zip(rows, ids):
-            assert row is not None
-            tables.rows[group][row] = tables.rows[group][row] + each
-
-    return Step(call, is_valid, follow)
-
-
 def two_rows(d: Decisions, tables: Tables) -> Step:
     (one_of, one), (other_of, other), swaps = a_row(d, tables), a_row(d, tables), d.chance(50)
     method = "swap_row" if swaps else "move_row"
@@ -250,24 +229,19 @@ def slots(d: Decisions, tables: Tables) -> Step:
     return Step(call, is_valid, lambda: None)
 
 
-def gather_and_common(d: Decisions, tables: Tables) -> Step:
-    group, n, width, limit = d.below(len(tables.groups)), 1 + d.below(4), d.below(12), d.below(12)
+def num_common(d: Decisions, tables: Tables) -> Step:
+    group, n, limit = d.below(len(tables.groups)), 1 + d.below(4), d.below(12)
     rows = [d.below(tables.num_rows) for _ in range(n)]
     given, table = ints(d, rows), tables.groups[group]
     cells = [tables.cells(group, row) for row in rows]
     common = 0
     while common < min(limit, *map(len, cells)) and all(each[common] == cells[0][common] != 0 for each in cells):
         common += 1
-    wide = d.choose([width, width, width, -1, 2**31 - 1])
 
     def call(t: Tables) -> Any:
-        got = outputs.gather_rows(table, given, wide).tolist() if wide == width or wide < 0 else None
         same = outputs.num_common_blocks(table, given, limit)
-        if d.num_hostile == 0:
-            if same != common:
-                raise Finding(f"{same} common blocks, not {common}")
-            if got is not None and wide == width and got != [(each + [0] * width)[:width] for each in cells]:
-                raise Finding(f"gathered {got}")
+        if d.num_hostile == 0 and same != common:
+            raise Finding(f"{same} common blocks, not {common}")
         return same
 
     return Step(call, None, lambda: None)
@@ -292,21 +266,6 @@ def compress(d: Decisions, tables: Tables) -> Step:
         return starts
 
     return Step(call, is_valid, lambda: None)
-
-
-def query_slots(d: Decisions, tables: Tables) -> Step:
-    group, n = d.below(len(tables.groups)), d.below(10)
-    starts = sorted(d.below(n + 1) for _ in range(1 + d.below(tables.num_rows + 1)))
-    if d.chance(10):
-        starts = starts[::-1]
-    places = [d.below(tables.width * tables.block_size + 9) - 4 for _ in range(n)]
-    table, given, positions = tables.groups[group], ints(d, starts), ints(d, places)
-    out = np.full(n, -7, np.int64) if d.chance(90) else ints(d, [0])
-
-    def call(t: Tables) -> Any:
-        outputs.compute_query_slots(table, given, positions, out)
-
-    return Step(call, None, lambda: None)
 
 
 def a_step(d: Decisions, tables: Tables) -> Step:
@@ -351,14 +310,12 @@ def a_step(d: Decisions, tables: Tables) -> Step:
 STEPS: list[Callable[[Decisions, Tables], Step]] = [
     *[edit_one] * 4,
     *[edit_all] * 3,
-    *[append_rows] * 2,
     two_rows,
     clear_row,
     take_changes,
     *[slots] * 2,
-    gather_and_common,
+    num_common,
     compress,
-    query_slots,
     a_step,
 ]
 

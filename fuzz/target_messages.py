@@ -7,12 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from kvpool.native.block_rows import BlockRowGroups, BlockRows
 from scheduler_runs import BLOCK_SIZE, Run, make_scheduler
 
 from fuzz.decisions import Decisions, Finding
 from fuzz.mutations import MSGPACK_PIECES, altered_bytes, altered_value
 from kvpool.errors import KvpoolError
+from kvpool.native.block_rows import BlockRowGroups, BlockRows
 from kvpool.worker.transport import messages
 from kvpool.worker.transport.messages import (
     CacheGroupInfo,

@@ -398,25 +398,6 @@ static void compress(input_t *input, group_t *group) {
     free(lens);
 }
 
-static void gather(input_t *input, group_t *group) {
-    const kvp_block_table_t *const table = &group->table;
-    const int64_t n = next_below(input, MAX_BATCH + 1);
-    const int32_t width =
-        (int32_t)next_below(input, (uint32_t)table->width < 120 ? (uint32_t)table->width * 2 + 1 : 200);
-    ints_t rows = next_ints(input, n, table->num_rows - 1, true);
-    int32_t *const out = exact((size_t)n * (size_t)width, sizeof *out);
-    const bool is_valid = first_bad_row(group, &rows, n) == n;
-    REQUIRE(kvp_table_gather(table, view(&rows), n, width, out, NULL) == (is_valid ? KVP_TABLE_OK : KVP_TABLE_ERR_ROW));
-    REQUIRE(is_valid || is_untouched(out, (size_t)n * (size_t)width * sizeof *out));
-    for (int64_t i = 0; i < n && is_valid; i++) {
-        for (int32_t j = 0; j < width; j++) {
-            REQUIRE(out[i * width + j] == (j < table->width ? model_row(group, at(&rows, i))[j] : 0));
-        }
-    }
-    free(rows.memory);
-    free(out);
-}
-
 static void num_common(input_t *input, group_t *group) {
     const kvp_block_table_t *const table = &group->table;
     const int64_t n = next_below(input, 6);
@@ -467,7 +448,6 @@ static void step(input_t *input, state_t *state) {
     case 15: query_slots(input, group); break;
     case 16:
     case 17: compress(input, group); break;
-    case 18: gather(input, group); break;
     default: num_common(input, group); break;
     }
 }

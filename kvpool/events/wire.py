@@ -19,7 +19,6 @@ from kvpool.common.environment import read_switch
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
-MEDIUM_STORAGE = "STORAGE"
 
 USE_INT_BLOCK_HASHES_VARIABLE = "KVPOOL_KV_EVENTS_USE_INT_BLOCK_HASHES"
 

@@ -359,19 +359,6 @@ cdef class BlockRows:
         finally:
             end_batch(&batch)
 
-    def append_rows(self, rows, block_ids):
-        """Appends ``block_ids[i]`` to row ``rows[i]`` for all i, or nothing. A row may appear twice. O(ids)."""
-        cdef batch_t batch
-        start_batch(&batch)
-        try:
-            if len(rows) != len(block_ids):
-                raise InvalidArgumentError(f"{len(rows)} rows and {len(block_ids)} lists of ids")
-            for row, ids in zip(rows, block_ids):
-                add_edit(&batch, ids, 0, row, False)
-            self.apply(&batch)
-        finally:
-            end_batch(&batch)
-
     def clear_row(self, int32_t row_idx):
         """Empties a row. O(blocks held)."""
         cdef kvp_table_fault_t fault

@@ -78,7 +78,5 @@ cdef extern from "kvp_block_table.h" nogil:
     kvp_table_status_t kvp_table_compress(const kvp_block_table_t *table, kvp_ints_t rows, kvp_ints_t num_tokens,
                                           int64_t n, int32_t *starts, int32_t *blocks, int64_t room,
                                           int32_t *last_lens, kvp_table_fault_t *fault)
-    kvp_table_status_t kvp_table_gather(const kvp_block_table_t *table, kvp_ints_t rows, int64_t n, int32_t width,
-                                        int32_t *out, kvp_table_fault_t *fault)
     kvp_table_status_t kvp_table_num_common(const kvp_block_table_t *table, kvp_ints_t rows, int64_t n, int32_t limit,
                                             int32_t *out, kvp_table_fault_t *fault)

@@ -14,9 +14,7 @@ __all__ = [
     "StepOutputs",
     "compress_rows",
     "compute_kv_rows",
-    "compute_query_slots",
     "compute_slots",
-    "gather_rows",
     "num_common_blocks",
 ]
 
@@ -25,16 +23,12 @@ PAD_SLOT_ID: int
 def compute_slots(
     table: BlockRows, rows: _Ints | None, positions: _Ints, out: NDArray[numpy.int64] | None = None
 ) -> NDArray[numpy.int64]: ...
-def compute_query_slots(
-    table: BlockRows, query_starts: NDArray[numpy.int32], positions: NDArray[numpy.int64], out: NDArray[numpy.int64]
-) -> None: ...
 def compute_kv_rows(
     slots: NDArray[numpy.int64], block_size: int, key_rows: NDArray[numpy.int64], value_rows: NDArray[numpy.int64]
 ) -> None: ...
 def compress_rows(
     table: BlockRows, rows: _Ints | None, num_tokens: _Ints
 ) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]: ...
-def gather_rows(table: BlockRows, rows: _Ints, width: int) -> NDArray[numpy.int32]: ...
 def num_common_blocks(table: BlockRows, rows: _Ints, limit: int) -> int: ...
 
 class StepOutputs:

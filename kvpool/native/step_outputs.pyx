@@ -13,7 +13,7 @@ from kvpool.native.int_arrays cimport (
 )
 from kvpool.native.kvp_block_table cimport (
     KVP_TABLE_OK, KVP_TABLE_PAD, kvp_block_table_t, kvp_ints_t, kvp_table_compress, kvp_table_fault_t,
-    kvp_table_gather, kvp_table_kv_rows, kvp_table_num_common, kvp_table_query_slots, kvp_table_slots,
+    kvp_table_kv_rows, kvp_table_num_common, kvp_table_query_slots, kvp_table_slots,
     kvp_table_status_t,
 )
 from kvpool.native.block_rows cimport (
@@ -32,9 +32,7 @@ __all__ = [
     "StepOutputs",
     "compress_rows",
     "compute_kv_rows",
-    "compute_query_slots",
     "compute_slots",
-    "gather_rows",
     "num_common_blocks",
 ]
 
@@ -84,25 +82,6 @@ def compute_slots(BlockRows table not None, rows, positions, out=None):
     if status != KVP_TABLE_OK:
         raise_status(status, fault)
     return out if kvpool_array_size(out) == n else out[:n]
-
-
-def compute_query_slots(BlockRows table not None, query_starts, positions, out not None):
-    """Slots of packed queries, as vLLM's slot kernel writes them.
-
-    Row r has the tokens ``query_starts[r] .. query_starts[r + 1] - 1``. Cells behind a row's blocks count as the null
-    block; a position outside the row is padding, ``PAD_SLOT_ID``.
-
-    Args:
-        query_starts: int32 [num_rows + 1], not falling.
-        positions: int64 [n].
-        out: int64 array of n or more; what the queries do not cover is left as it is. O(n).
-    """
-    if kvpool_int_bytes(query_starts) != 4 or kvpool_int_bytes(positions) != 8 or kvpool_array_size(query_starts) < 1:
-        raise TypeError("query starts are int32, positions int64, both one-dimensional")
-    cdef Py_ssize_t n = kvpool_array_size(positions)
-    write_query_slots(table, <int32_t *>kvpool_array_data(query_starts),
-                      min(kvpool_array_size(query_starts) - 1, <Py_ssize_t>INT32_MAX),
-                      <int64_t *>kvpool_array_data(positions), n, slots_out(out, n))
 
 
 cdef int write_query_slots(BlockRows table, const int32_t *query_starts, int32_t num_rows, const int64_t *positions,
@@ -169,22 +148,6 @@ cdef int write_compressed(BlockRows table, kvp_ints_t rows, kvp_ints_t num_token
                                 <int32_t *>kvpool_array_data(blocks), kvpool_array_size(blocks),
                                 <int32_t *>kvpool_array_data(lens), &fault)
     return 0 if status == KVP_TABLE_OK else raise_status(status, fault)
-
-
-def gather_rows(BlockRows table not None, rows, int32_t width):
-    """A padded table in the order of a batch: int32 [n, width], cut or filled up with the null block. O(n * width)."""
-    cdef object places = plain_ints(rows)
-    cdef Py_ssize_t n = kvpool_array_size(places)
-    cdef kvp_table_fault_t fault
-    cdef kvp_table_status_t status
-    if width < 1:
-        raise InvalidArgumentError(f"rows of {width} blocks")
-    out = numpy.empty(n * width, numpy.int32)
-    check_same(None, places, n)
-    status = kvp_table_gather(&table.table, ints_of(places), n, width, <int32_t *>kvpool_array_data(out), &fault)
-    if status != KVP_TABLE_OK:
-        raise_status(status, fault)
-    return out.reshape(n, width)
 
 
 cdef int32_t num_common(BlockRows table, kvp_ints_t rows, Py_ssize_t n, int32_t limit) except -1:
@@ -444,9 +407,14 @@ cdef class QuerySlots:
         self.room = self.num_written = kvpool_array_size(out)
 
     def write(self, int32_t num_rows, size_t query_starts, size_t positions, Py_ssize_t num_tokens):
-        """``compute_query_slots`` for int32 query starts [num_rows + 1] and int64 positions [num_tokens] at two addresses.
+        """Slots of packed queries, as vLLM's slot kernel writes them.
 
-        The caller answers for the addresses. O(tokens of this step and the one before).
+        Row r has the tokens ``query_starts[r] .. query_starts[r + 1] - 1``. What lies behind a row's blocks counts as the
+        null block; a position outside the row is padding, ``PAD_SLOT_ID``. O(tokens of this step and the one before).
+
+        Args:
+            query_starts: address of int32 [num_rows + 1], not falling; the caller answers for it.
+            positions: address of int64 [num_tokens], likewise.
         """
         cdef Py_ssize_t i
         if self.slots is NULL:

@@ -172,7 +172,7 @@ static void test_batches(void) {
     CHECK(edit(&rows.table, 1, (int32_t[]){0, 6}, 2, false) == KVP_TABLE_OK);
     CHECK(edit(&rows.table, 2, (int32_t[]){5, 6, 9, 8}, 4, false) == KVP_TABLE_OK);
     const int64_t at[2] = {2, 0}, lengths[2] = {16, 9};
-    int32_t starts[3], blocks[7], last[2], common = -1, padded[10];
+    int32_t starts[3], blocks[7], last[2], common = -1;
     kvp_table_fault_t fault;
     const kvp_ints_t batch = {at, true}, tokens = {lengths, true};
     CHECK(kvp_table_compress(&rows.table, batch, tokens, 2, starts, blocks, 6, last, &fault) == KVP_TABLE_ERR_ROOM);
@@ -192,10 +192,6 @@ static void test_batches(void) {
     CHECK(kvp_table_num_common(&rows.table, batch, 0, 9, &common, NULL) == KVP_TABLE_OK && common == 0);
     CHECK(kvp_table_num_common(&rows.table, IN_ORDER, 2, 9, &common, NULL) == KVP_TABLE_OK && common == 0);
     CHECK(kvp_table_num_common(&rows.table, IN_ORDER, 4, 9, &common, NULL) == KVP_TABLE_ERR_ROW);
-    CHECK(kvp_table_gather(&rows.table, batch, 2, 5, padded, NULL) == KVP_TABLE_OK);
-    CHECK(memcmp(padded, (int32_t[]){5, 6, 9, 8, 0, 5, 6, 7, 0, 0}, sizeof padded) == 0);
-    CHECK(kvp_table_gather(&rows.table, batch, 2, 2, padded, NULL) == KVP_TABLE_OK);
-    CHECK(memcmp(padded, (int32_t[]){5, 6, 5, 6}, 4 * sizeof(int32_t)) == 0);
     free_rows(&rows);
 }
 

@@ -524,9 +524,6 @@ def test_ids_that_change_their_lists(n: int) -> None:
     attempt(lambda: rows[0].add_row(ids, 1))
     ids = [Index(1, lambda: rows[0].append_row([5, 6], 1)), 2]
     attempt(lambda: rows[0].append_row(ids, 1))
-    outer: list[Any] = [[1], [2]]
-    outer[0] = [Index(1, outer.clear)]
-    attempt(lambda: rows[0].append_rows([0, 1], outer))
     for each in rows:
         each.check()
 

@@ -231,7 +231,7 @@ def test_maps_queues_and_tables() -> None:
     assert walk(QueueStage, lambda s: s.queue.append_n(s.blocks[8:])) > 2
     assert walk(QueueStage, lambda s: s.queue.popleft_n(5)) > 0
     assert walk(TableStage, lambda s: s.groups.append_row((list(range(N)), array("i", range(N))), 2)) > 1
-    assert walk(TableStage, lambda s: s.rows[0].append_rows(list(range(40)), [[1, 2]] * 40)) > 0
+    assert walk(TableStage, lambda s: s.rows[0].append_row([1, 2] * N, 3)) > 0
 
 
 class ManagerStage:

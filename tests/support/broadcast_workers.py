@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from table_digests import TableDigests
 
 from kvpool.scheduler import CachedRequestData, NewRequestData, SchedulerOutput, StepResult
 from kvpool.worker.transport.connection import WorkerConnection
@@ -63,7 +64,7 @@ class ThreadWorker(threading.Thread):
         self.arguments = address, rank, timeout_seconds
         self.info = make_info(rank, world_size, **changes)
         self.execute = execute or answer_with(rank)
-        self.digest_blocks = digest_blocks
+        self.digest_blocks = digest_blocks or TableDigests().apply
         self.seen: list[SchedulerOutput] = []
         self.error: BaseException | None = None
         self.start()

@@ -13,7 +13,6 @@ pytest.importorskip("vllm.v1.worker.block_table")
 pytestmark = pytest.mark.vllm
 
 import torch  # noqa: E402
-from kvpool.native.block_rows import BlockRows  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.utils import CpuGpuBuffer  # noqa: E402
 from vllm.v1.worker import block_table as stock  # noqa: E402
@@ -22,6 +21,7 @@ from vllm.v1.worker import gpu_input_batch  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.integrations.vllm import tables  # noqa: E402
 from kvpool.integrations.vllm.hooks import Hooks  # noqa: E402
+from kvpool.native.block_rows import BlockRows  # noqa: E402
 
 NUM_ROWS, MAX_TOKENS, MAX_BLOCKS, MAX_ID = 8, 96, 12, 500
 CPU = torch.device("cpu")

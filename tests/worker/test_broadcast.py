@@ -37,6 +37,7 @@ from broadcast_workers import (  # noqa: E402
     make_step,
     raw_socket,
 )
+from table_digests import TableDigests  # noqa: E402
 
 from kvpool.worker.transport import broadcaster as broadcast  # noqa: E402
 from kvpool.worker.transport import connection, link, messages  # noqa: E402
@@ -51,7 +52,6 @@ from kvpool.worker.transport.errors import (  # noqa: E402
     WorkerTimeoutError,
 )
 from kvpool.worker.transport.messages import CacheGroupInfo, FromWorker, StepMessage, ToWorker, WorkerInfo  # noqa: E402
-from kvpool.worker.transport.table_digests import TableDigests  # noqa: E402
 
 pytestmark = pytest.mark.dataplane
 
@@ -322,7 +322,7 @@ def test_calls_out_of_order(address: str, bind: Callable[..., Broadcaster]) -> N
         broadcaster.execute(make_step(1))
     with WorkerConnection(address, 0) as worker:
         with pytest.raises(InvalidArgumentError, match="say_hello comes before"):
-            worker.serve(answer_with(0))
+            worker.serve(answer_with(0), TableDigests().apply)
         with pytest.raises(InvalidArgumentError, match="rank 1 from the worker of rank 0"):
             worker.say_hello(make_info(1, 2))
 
@@ -784,33 +784,3 @@ def test_answers_have_a_largest_size(address: str, bind: Callable[..., Broadcast
     with pytest.raises(WorkerError, match=r"rank 0 sent what is no answer: 196608 bytes, of 131072 at most"):
         other.execute(make_step(1, [1]))
     raw.close()
-
-
-# ---- digests ----
-
-
-def test_digests_follow_the_tables() -> None:
-    """They are those of the whole tables, however these came about, and change with each id."""
-    digests = TableDigests()
-    new = make_step(1, [1, 2], ("a", "b"))
-    first = digests.apply(new)
-    assert first[0] == first[1] != TableDigests().apply(make_step(1, [1, 3]))[0]
-    grown = make_step(2, None, ("a", "b"))
-    grown.scheduled_cached_requests.new_block_ids = [([3],), None]
-    assert digests.apply(grown) == [TableDigests().apply(make_step(1, [1, 2, 3]))[0], first[1]]
-    resumed = make_step(3, None, ("b",))
-    resumed.scheduled_cached_requests.resumed = [True]
-    resumed.scheduled_cached_requests.new_block_ids = [([7, 8, 9],)]
-    assert digests.apply(resumed) == TableDigests().apply(make_step(1, [7, 8, 9]))
-    ended = make_step(4, [5], ("b",))
-    ended.finished_request_ids = ["b", "never seen"]
-    assert digests.apply(ended) == TableDigests().apply(make_step(1, [5]))
-
-
-def test_digests_tell_groups_apart() -> None:
-    def of_groups(*block_ids: list[int]) -> int:
-        step = make_step(1, [1])
-        step.scheduled_new_requests[0].block_ids = block_ids
-        return TableDigests().apply(step)[0]
-
-    assert len({of_groups([1, 2], [3]), of_groups([1], [2, 3]), of_groups([3], [1, 2]), of_groups([1, 2, 3], [])}) == 4

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvpool.native.block_rows import BlockRowGroups, BlockRows
-from kvpool.native.step_outputs import StepOutputs
 from naive_table import NaiveTable
 from scheduler_runs import Run, full_attention, make_scheduler, mamba, sliding_window
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.native.block_rows import BlockRowGroups, BlockRows
+from kvpool.native.step_outputs import StepOutputs
 from kvpool.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 NUM_ROWS, WIDTH, MAX_TOKENS = 8, 40, 64

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("zmq")
 
 from broadcast_workers import SHORT, TIMEOUT, ThreadWorker, answer_with, make_info, make_step, raw_socket
+from table_digests import TableDigests
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.network.curve import KEYS_VARIABLE, CurveKeys, make_key_folder
@@ -452,7 +453,7 @@ class KeyWorker(threading.Thread):
                 self.address, 0, timeout_seconds=self.timeout_seconds, **self.options
             ) as self.connection:
                 self.connection.say_hello(make_info(0, 1))
-                self.connection.serve(lambda output: StepResult({"r": [0]}))
+                self.connection.serve(lambda output: StepResult({"r": [0]}), TableDigests().apply)
         except BaseException as error:
             self.error = error
 

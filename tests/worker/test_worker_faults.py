@@ -49,6 +49,7 @@ from kvpool.scheduler import StepResult
 from kvpool.worker.transport.connection import WorkerConnection
 from kvpool.worker.transport.lifeline import end_with
 from scheduler_runs import Workers, full_attention
+from table_digests import TableDigests
 if "--parent-pipe" in sys.argv:
     end_with(int(sys.argv[sys.argv.index("--parent-pipe") + 1]))
 made_up, rank = Workers([full_attention()]), int(os.environ["RANK"])
@@ -57,7 +58,7 @@ def execute(output):
     return StepResult(made_up.execute(msgspec.msgpack.encode(output)))
 with WorkerConnection(sys.argv[1], rank) as connection:
     connection.say_hello(make_info(rank, int(os.environ["WORLD_SIZE"]), **{LIMITS!r}))
-    connection.serve(execute)
+    connection.serve(execute, TableDigests().apply)
 """
 
 

@@ -77,13 +77,6 @@ class PagedKVCache:
         self._word_rows = [_as_words(rows) for rows in self._rows] if self._is_cpu else [None] * num_layers
         self._checks_slots = read_switch("KVPOOL_DEBUG") or not self._is_cuda
 
-    @staticmethod
-    def num_blocks_for(
-        memory_bytes: int, block_size: int, num_kv_heads: int, head_size: int, num_layers: int, dtype: torch.dtype
-    ) -> int:
-        """Blocks that fit into so much memory, the null block among them; 0 if none does."""
-        return max(0, memory_bytes) // bytes_per_block(block_size, num_kv_heads, head_size, num_layers, dtype)
-
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Writes the keys and values of packed tokens to their slots.
 

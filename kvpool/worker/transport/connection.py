@@ -34,7 +34,6 @@ from kvpool.worker.transport.messages import (
     decode,
     max_answer_bytes,
 )
-from kvpool.worker.transport.table_digests import TableDigests
 
 logger = logging.getLogger("kvpool")
 
@@ -116,14 +115,14 @@ class WorkerConnection:
             return "can't be reached (something is there that this worker, without keys, can't talk to)"
         return "can't be reached"
 
-    def serve(self, execute: Execute, digest_blocks: DigestBlocks | None = None) -> None:
+    def serve(self, execute: Execute, digest_blocks: DigestBlocks) -> None:
         """Executes steps and answers them until the scheduler ends it.
 
         Args:
             execute: a step to the tokens, or errors, of ``sampled_request_ids``.
             digest_blocks: called after each step, unless there is one rank only; for each of ``num_scheduled_tokens``,
                 in that order, a digest of the request's block tables as they are used here, non-negative and below
-                2**64. None for digests of what the messages say.
+                2**64.
 
         Raises:
             SchedulerLostError: the connection is gone, a step was lost with one, or what comes is no message.
@@ -132,7 +131,6 @@ class WorkerConnection:
         """
         if self._info is None or not self._is_welcome:
             raise InvalidArgumentError("say_hello comes before serve")
-        digest_blocks = digest_blocks or TableDigests().apply
         if self._info.world_size == 1:
             digest_blocks = _no_digests  # there is nobody to compare with
         while True:

@@ -1,4 +1,4 @@
-"""Digests of block tables, by which ranks are compared: whoever disagrees on a block id reads somebody else's keys."""
+"""Digests of block tables by what a rank is told: for workers that have no tables."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from kvpool.scheduler.output import BlockIds, SchedulerOutput
-
-
-def extend_digest(digest: int, block_ids: Sequence[int]) -> int:
-    """CRC-32 of block ids (int32) that follow those of ``digest``; 0 for none. O(ids)."""
-    return crc32(array("i", block_ids), digest)
 
 
 class TableDigests:
@@ -42,7 +37,7 @@ class TableDigests:
         return [combine_groups(digests[request_id]) for request_id in output.num_scheduled_tokens]
 
     def _extended(self, before: Sequence[int], block_ids: BlockIds) -> list[int]:
-        return [extend_digest(digest, ids) for digest, ids in zip(before, block_ids)]
+        return [crc32(array("i", ids), digest) for digest, ids in zip(before, block_ids)]
 
 
 def combine_groups(digests: Sequence[int]) -> int:
