@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import IS_PURE_PYTHON
 
+import kvpool
 from kvpool import reference
 from kvpool.cache.manager import KVCacheManagerBase
 from kvpool.pool import list_tables
@@ -117,16 +118,19 @@ def test_there_is_no_stub_without_a_module() -> None:
 
 @pytest.mark.skipif(IS_PURE_PYTHON, reason="there are no binaries")
 def test_the_stubs_agree_with_the_binaries(tmp_path: Path) -> None:
+    """Those of the package that is imported, which may be an installed one."""
     pytest.importorskip("mypy.stubtest")
+    installed = Path(kvpool.__file__).parents[1]
     allowed = tmp_path / "allowed"
     allowed.write_text(ALLOWED)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "mypy.stubtest", *NAMES, "--concise", "--mypy-config-file", "pyproject.toml"),
+            *(sys.executable, "-m", "mypy.stubtest", *NAMES, "--concise"),
+            *("--mypy-config-file", ROOT / "pyproject.toml"),
             *("--ignore-disjoint-bases", "--allowlist", allowed, "--ignore-unused-allowlist"),
         ],
-        env={**os.environ, "MYPYPATH": str(ROOT)},
-        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(installed)},
+        cwd=installed,
         capture_output=True,
         text=True,
         check=False,
