@@ -1,5 +1,5 @@
 # make demo   sets up .venv and replays a synthetic trace through the native pool and the pure-Python twin
-# make test   sets up .venv and runs the tests of the C core and of the package
+# make test   sets up .venv and runs the tests of the C core and of the package: under 5 minutes on 2 cores
 # make quick  sets up .venv without torch and runs the tests of the C core, the pool and the hashes: under a minute
 # make help   lists the rest
 
@@ -19,7 +19,7 @@ VLLM_NEXT := 0.33.0
 NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookahead tables register drift closure closure_trace contents_lockstep self_check
 LEG := build/legs
 
-.PHONY: help demo test quick build ctest asan valgrind fuzz mutants soak test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
+.PHONY: help demo test quick build ctest asan valgrind fuzz mutants soak test-slow test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \
         conformance vllm-model test-vllm test-vllm-smoke test-vllm-next bench bench-c bench-vllm bench-vllm-own bench-table bench-check lint format pyright docs wheel sdist lock audit clean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo 'fuzz MINUTES=n          all fuzzers for n minutes together (docs/testing-safety.md)'
 	@echo 'mutants                 builds each seeded fault and shows which tests notice it'
 	@echo 'soak SOAK_MINUTES=n     up to 10^9 random block operations, checked; goes on where it stopped'
+	@echo 'test-slow               the tests that take longest: a real model, floods of sockets, long random histories'
 	@echo 'test-debug              the tests on a build with the asserts of the C core'
 	@echo 'test-sanitize           the tests on a build under ASan + UBSan; test-sanitize-all: the slow ones too'
 	@echo 'tsan PYTHON=python3.14t the tests of threads under ThreadSanitizer, on a free-threaded CPython'
@@ -81,16 +82,22 @@ build: $(VENV)/.base
 demo: $(VENV)/.installed
 	$(BIN)/kvpool replay --compare native,reference
 
-# A process per core; what measures time runs alone.
+# A process more than there are cores, since many tests wait; what measures time runs alone.
+JOBS = $(shell $(PYTHON) -c 'import os; print(1 + (os.cpu_count() or 1))')
+
 test: ctest $(VENV)/.installed
-	$(BIN)/pytest -q tests -n auto --dist loadfile -m 'not timing'
+	$(BIN)/pytest -q tests -n $(JOBS) --dist loadfile -m 'not timing and not slow'
 	$(BIN)/pytest -q tests -m timing
+
+# The rest: a real model, floods of sockets, long random histories.
+test-slow: $(VENV)/.installed
+	$(BIN)/pytest -q tests -n $(JOBS) --dist loadfile -m 'slow and not timing'
 
 # Seconds, and without torch: what a change of the core or the pool has to pass first.
 QUICK_TESTS := tests/pool tests/hashing -m 'not slow and not timing and not dataplane and not vllm'
 
 quick: ctest $(VENV)/.built build
-	$(BIN)/pytest -q -n auto $(QUICK_TESTS)
+	$(BIN)/pytest -q -n $(JOBS) --dist loadfile $(QUICK_TESTS)
 
 # ---- C core ----
 
@@ -149,8 +156,8 @@ endef
 
 # From a folder without a kvpool in it: what is imported is what was installed.
 LEG_PYTEST = cd $(LEG)/$(1) && PYTHONPATH=$(CURDIR)/$(LEG)/$(1)/site
-# A process per core; what measures time runs in make test alone.
-PYTEST := $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider -n auto --dist loadfile
+# What measures time runs in make test alone.
+PYTEST = $(CURDIR)/$(BIN)/pytest -q -p no:cacheprovider -n $(JOBS) --dist loadfile
 
 # Sockets, files and command lines are Python: nothing of theirs is compiled.
 NOT_COMPILED := events/test_curve events/test_event_floods events/test_event_keys events/test_event_publisher \

@@ -17,6 +17,9 @@ from token_requests import TokenRequest
 import kvpool
 from kvpool import reference
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: torch, here and in children, takes one each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 IS_PURE_PYTHON = os.environ.get("KVPOOL_PURE_PYTHON") == "1"
 BACKEND_NAMES = ["reference"] if IS_PURE_PYTHON else ["native", "reference"]
 CLASS_NAMES = ("BlockPool", "KVCacheBlock", "FreeKVCacheBlockQueue", "BlockHashToBlockMap")
@@ -25,6 +28,12 @@ _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_
 settings.register_profile("default", max_examples=300, stateful_step_count=40, **_COMMON)
 settings.register_profile("thorough", max_examples=2000, stateful_step_count=80, **_COMMON)
 settings.load_profile(os.environ.get("KVPOOL_HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live as long as the session: no collection has to look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def make_backend(name: str) -> SimpleNamespace:

@@ -57,7 +57,7 @@ def only_native(backend: Any) -> None:
 
 
 def test_the_reference_says_that_it_is_for_one_thread() -> None:
-    assert "one thread at a time" in sys.modules[reference.BlockPoolCore.__module__].__doc__
+    assert "one thread at a time" in sys.modules[reference.BlockPool.__module__].__doc__
 
 
 @pytest.mark.parametrize("by_id", [False, True], ids=["blocks", "ids"])

@@ -358,6 +358,7 @@ def test_two_ranks_generate_the_same(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.dataplane
+@pytest.mark.slow
 def test_a_real_model_with_a_shared_prefix(tmp_path: Path) -> None:
     """SmolLM2-135M: 8 requests share 512 tokens, which are computed once."""
     if find_spec(model_source.BUILT_IN_PACKAGE) is None:
