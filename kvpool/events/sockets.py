@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 from kvpool.events.replay import END_OF_REPLAY, SEQUENCE_NUMBER_BYTES, RememberedBatches, ReplayServer
 from kvpool.network.curve import require_protection
 from kvpool.network.endpoints import is_bind_endpoint, offset_endpoint_port
+from kvpool.network.pyzmq import import_zmq
 from kvpool.network.watched_socket import WatchedSocket
 
 __all__ = ["END_OF_REPLAY", "EventSockets"]
@@ -70,7 +70,7 @@ class EventSockets:
         keys: str | os.PathLike[str] | None,
         insecure: bool,
     ) -> None:
-        self.zmq = _import_zmq()
+        self.zmq = import_zmq("publishing events needs")
         self.endpoint: str = offset_endpoint_port(endpoint or LOOPBACK_ENDPOINT, data_parallel_rank)
         self.replay_endpoint = offset_endpoint_port(replay_endpoint, data_parallel_rank)
         self._binds = not endpoint or is_bind_endpoint(self.endpoint)
@@ -220,11 +220,3 @@ class EventSockets:
                 pub.setsockopt(self.zmq.XPUB_NODROP, 1)
         self._remembered.append(sequence_number, payload)
         self._pub.note_published(message)
-
-
-def _import_zmq() -> Any:
-    try:
-        import zmq
-    except ImportError as error:
-        raise ImportError("publishing events needs pyzmq: pip install kvpool[events]") from error
-    return zmq

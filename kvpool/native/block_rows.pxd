@@ -53,7 +53,7 @@ cdef class BlockRowGroups:
 
 cdef void start_batch(batch_t *batch) noexcept
 cdef void end_batch(batch_t *batch) noexcept
-cdef int raise_status(kvp_table_status_t status, kvp_table_fault_t fault) except -1
+cdef int raise_table_status(kvp_table_status_t status, kvp_table_fault_t fault) except -1
 cdef object plain_ints(object items)
 cdef object pin(object array)
 cdef Counts new_counts(Py_ssize_t length)

@@ -55,7 +55,7 @@ _REASONS = {
 }
 
 
-cdef int raise_status(kvp_table_status_t status, kvp_table_fault_t fault) except -1:
+cdef int raise_table_status(kvp_table_status_t status, kvp_table_fault_t fault) except -1:
     """Every refusal of the core is an InvalidArgumentError."""
     raise InvalidArgumentError(_REASONS[status].format(index=fault.index, value=fault.value))
 
@@ -288,7 +288,7 @@ cdef class BlockRows:
                                       counts.items, <kvp_span_t *>changed.items)
         if status != KVP_TABLE_OK:
             nothing.index = nothing.value = 0
-            raise_status(status, nothing)
+            raise_table_status(status, nothing)
         self.counts, self.changed, self.memory_pin = counts, changed, memory_pin
         self.block_ids, self.num_blocks_per_row = block_ids, num_blocks_per_row
 
@@ -337,7 +337,7 @@ cdef class BlockRows:
     cdef int release(self, kvp_table_status_t status, kvp_table_fault_t fault) except -1:
         """What ends a call that had the lock: raises what the status says."""
         kvpool_lock_release(&self.lock)
-        return 0 if status == KVP_TABLE_OK else raise_status(status, fault)
+        return 0 if status == KVP_TABLE_OK else raise_table_status(status, fault)
 
     def append_row(self, block_ids, int32_t row_idx):
         """Appends block ids (list of ints or int32 array, may be empty) to a row. O(ids)."""
@@ -479,7 +479,7 @@ cdef class BlockRowGroups:
         status = kvp_block_table_edit(self.tables, self.num_groups, batch.edits, batch.num_edits, batch.ids, &fault)
         for i in range(self.num_groups):
             kvpool_lock_release(&self.group_at(i).lock)
-        return 0 if status == KVP_TABLE_OK else raise_status(status, fault)
+        return 0 if status == KVP_TABLE_OK else raise_table_status(status, fault)
 
     def append_row(self, block_ids, int32_t row_idx):
         """Appends to a row, in each group, the ids that are given for it. O(ids)."""

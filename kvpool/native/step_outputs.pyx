@@ -17,7 +17,7 @@ from kvpool.native.kvp_block_table cimport (
     kvp_table_status_t,
 )
 from kvpool.native.block_rows cimport (
-    BlockRowGroups, BlockRows, Counts, batch_t, end_batch, ints_of, new_counts, pin, plain_ints, raise_status, start_batch,
+    BlockRowGroups, BlockRows, Counts, batch_t, end_batch, ints_of, new_counts, pin, plain_ints, raise_table_status, start_batch,
 )
 
 import numpy
@@ -80,7 +80,7 @@ def compute_slots(BlockRows table not None, rows, positions, out=None):
     check_same(places, tokens, n)
     status = kvp_table_slots(&table.table, ints_of(places), ints_of(tokens), n, slots, &fault)
     if status != KVP_TABLE_OK:
-        raise_status(status, fault)
+        raise_table_status(status, fault)
     return out if kvpool_array_size(out) == n else out[:n]
 
 
@@ -89,7 +89,7 @@ cdef int write_query_slots(BlockRows table, const int32_t *query_starts, int32_t
     cdef kvp_table_fault_t fault
     cdef kvp_table_status_t status
     status = kvp_table_query_slots(&table.table, query_starts, num_rows, positions, n, out, &fault)
-    return 0 if status == KVP_TABLE_OK else raise_status(status, fault)
+    return 0 if status == KVP_TABLE_OK else raise_table_status(status, fault)
 
 
 def compute_kv_rows(slots not None, int32_t block_size, key_rows not None, value_rows not None):
@@ -147,7 +147,7 @@ cdef int write_compressed(BlockRows table, kvp_ints_t rows, kvp_ints_t num_token
     status = kvp_table_compress(&table.table, rows, num_tokens, n, <int32_t *>kvpool_array_data(starts),
                                 <int32_t *>kvpool_array_data(blocks), kvpool_array_size(blocks),
                                 <int32_t *>kvpool_array_data(lens), &fault)
-    return 0 if status == KVP_TABLE_OK else raise_status(status, fault)
+    return 0 if status == KVP_TABLE_OK else raise_table_status(status, fault)
 
 
 cdef int32_t num_common(BlockRows table, kvp_ints_t rows, Py_ssize_t n, int32_t limit) except -1:
@@ -155,7 +155,7 @@ cdef int32_t num_common(BlockRows table, kvp_ints_t rows, Py_ssize_t n, int32_t 
     cdef kvp_table_status_t status
     cdef int32_t common = 0
     status = kvp_table_num_common(&table.table, rows, n, limit, &common, &fault)
-    return common if status == KVP_TABLE_OK else raise_status(status, fault)
+    return common if status == KVP_TABLE_OK else raise_table_status(status, fault)
 
 
 def num_common_blocks(BlockRows table not None, rows, int32_t limit):
@@ -335,7 +335,7 @@ cdef class StepOutputs:
         cdef int64_t *slots = <int64_t *>kvpool_array_data(self.slots[g])
         status = kvp_table_slots(&table.table, token_rows, ints_of(self.positions), self.num_tokens, slots, &fault)
         if status != KVP_TABLE_OK:
-            raise_status(status, fault)
+            raise_table_status(status, fault)
         if self.with_kv_rows:
             kvp_table_kv_rows(slots, self.num_tokens, table.table.block_size,
                               <int64_t *>kvpool_array_data(self.key_rows[g]),

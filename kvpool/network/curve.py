@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.network.pyzmq import import_zmq
 
 KEYS_VARIABLE = "KVPOOL_CURVE_KEYS"
 """Names a folder of keys where no option does."""
@@ -327,10 +328,7 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def _import_zmq() -> Any:
-    try:
-        import zmq
-    except ImportError as error:
-        raise ImportError("CURVE keys need pyzmq: pip install kvpool[events]") from error
+    zmq = import_zmq("CURVE keys need")
     if not zmq.has("curve"):
         raise ImportError("this pyzmq is built without CURVE")
     return zmq

@@ -27,7 +27,7 @@ HARMLESS = re.compile(
     r"|Py_INCREF|Py_TYPE|PyMem_\w+|memcpy|memset|sizeof|range|min|max|len|type|prefetch|incref|set_item|set_new_item"
     # Of kvpool, all in C unless they raise:
     r"|node_in|parse_digest|parse_key|view_of|borrowed_view|data_of|size_of|read_ids|read_id|plain_number|ids_of_size"
-    r"|keys_of_size|release_batch|raise_status|ints_of|slots_out|int_at|num_hashes_of|is_null_block|is_plain_number|new_counts|reserve_ids|check_same|self\.own_ids|self\.find_prefix|self\.make_room_in_map|group\.num_skipped"
+    r"|keys_of_size|release_batch|raise_status|raise_table_status|ints_of|slots_out|int_at|num_hashes_of|is_null_block|is_plain_number|new_counts|reserve_ids|check_same|self\.own_ids|self\.find_prefix|self\.make_room_in_map|group\.num_skipped"
     r"|sha256_\w+|self\.sha256_\w+|blocks_for|num_skipped|refuse\w*|too_few_blocks|raise_outside|write_compressed|num_common|write_query_slots|isinstance)"
 )
 RAISING = re.compile(r"\s*(raise\b|self\.refuse\w*\()")

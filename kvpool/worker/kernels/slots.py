@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-PAD_SLOT_ID = -1
+from kvpool.native.step_outputs import PAD_SLOT_ID
+
 TOKENS_PER_PROGRAM = 256
 
 
@@ -34,10 +35,10 @@ def slot_kernel(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     row = tl.load(rows_ptr + token, mask=is_token, other=-1).to(tl.int64)
     position = tl.load(positions_ptr + token, mask=is_token, other=-1).to(tl.int64)
     block = position // BLOCK_SIZE
-    has_cell = is_token & (row >= 0) & (row < num_rows) & (position >= 0) & (block < width)
-    cell = tl.load(table_ptr + row * row_stride + block, mask=has_cell, other=0).to(tl.int64)
-    slot = cell * BLOCK_SIZE + (position - block * BLOCK_SIZE)
-    tl.store(slots_ptr + token, tl.where(has_cell, slot, PAD), mask=token < num_slots)
+    is_inside = is_token & (row >= 0) & (row < num_rows) & (position >= 0) & (block < width)
+    block_id = tl.load(table_ptr + row * row_stride + block, mask=is_inside, other=0).to(tl.int64)
+    slot = block_id * BLOCK_SIZE + (position - block * BLOCK_SIZE)
+    tl.store(slots_ptr + token, tl.where(is_inside, slot, PAD), mask=token < num_slots)
 
 
 def write_slots(
@@ -49,7 +50,7 @@ def write_slots(
         table: int32 [num_rows, width], a row's items side by side. Cells behind a row's blocks hold the null block: a
             token there gets a slot of the null block, since counts are not on the device.
         rows, positions: integers [num_tokens], side by side. Outside the table: ``PAD_SLOT_ID``.
-        block_size: tokens of a cell.
+        block_size: tokens of a block.
         slots: int64 [n], n >= num_tokens; all of it is written.
 
     All on one device; nothing waits. O(n).

@@ -26,6 +26,7 @@ from typing import Any
 from kvpool.errors import InvalidArgumentError
 from kvpool.network.curve import HANDSHAKE_SECONDS, ClientGate, CurveKeys, find_keys_folder, is_tcp, require_protection
 from kvpool.network.endpoints import bind
+from kvpool.network.pyzmq import import_zmq
 from kvpool.worker.transport.peer_watch import PeerWatch
 
 RECONNECT_SECONDS = 3.0
@@ -86,7 +87,7 @@ class Link:
         keys: Keys = None,
         insecure: bool = False,
     ) -> None:
-        self._zmq = _import_zmq()
+        self._zmq = import_zmq("workers need")
         is_scheduler = num_workers > 0
         check_address(address, may_be_wildcard=is_scheduler)
         curve_keys = _load_keys(address, keys, insecure, is_scheduler)
@@ -361,11 +362,3 @@ def _with_number(address: str) -> str:
     except OSError:
         return address  # a wildcard, or the name of an interface
     return f"{_TCP}[{number}]:{port}" if family == socket.AF_INET6 else f"{_TCP}{number}:{port}"
-
-
-def _import_zmq() -> Any:
-    try:
-        import zmq
-    except ImportError as error:
-        raise ImportError("workers need pyzmq: pip install kvpool[events]") from error
-    return zmq
