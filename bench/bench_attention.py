@@ -1,7 +1,7 @@
 """Times of one layer's attention of requests that decode over the paged cache, with and without a shared prefix.
 
   repeat_kv  keys and values of each request gathered into new memory, repeated for the query heads that share them
-  reference  ``ReferenceBackend``
+  gather     ``GatherBackend``
   cascade    ``CascadeBackend``
   ...        on CUDA the other backends that are installed
 
@@ -238,7 +238,7 @@ def measure(device: str = "cpu", settings: Settings = FULL) -> list[Row]:
     return [row for case in cases.values() for row in measure_case(case, device, settings)]
 
 
-@pytest.mark.parametrize("name", ["repeat_kv", "reference", "cascade"])
+@pytest.mark.parametrize("name", ["repeat_kv", "gather", "cascade"])
 @pytest.mark.parametrize("case", CASES)
 def test_decode(time_workload: TimeWorkload, case: str, name: str) -> None:
     time_workload(f"decode attention, {case}", make_layer(name, Batch(CASES[case], "cpu")))
@@ -247,7 +247,7 @@ def test_decode(time_workload: TimeWorkload, case: str, name: str) -> None:
 def main(arguments: list[str]) -> int:
     """Prints a line per case and backend."""
     device = arguments[arguments.index("--device") + 1] if "--device" in arguments else "cpu"
-    print("| decode attention, one layer | | us | with plan | against repeat_kv | against reference | of a copy |")
+    print("| decode attention, one layer | | us | with plan | against repeat_kv | against gather | of a copy |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     settings = QUICK if "--quick" in arguments else FULL
     for case in (CUDA_CASES if torch.device(device).type == "cuda" else {**CASES, **LONG_CASES}).values():
@@ -255,7 +255,7 @@ def main(arguments: list[str]) -> int:
         us = {row.name: row.us for row in rows}
         for row in rows:
             figures = f"{row.us:,.0f} | {row.us_with_plan:,.0f} | {us['repeat_kv'] / row.us:.1f}x"
-            against = f"{us['reference'] / row.us:.2f}x | {row.share:.0%}"
+            against = f"{us['gather'] / row.us:.2f}x | {row.share:.0%}"
             print(f"| {case.title} | {row.name} | {figures} | {against} |", flush=True)
     return 0
 

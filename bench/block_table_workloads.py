@@ -211,7 +211,6 @@ class OutputSteps(Workload):
     def __init__(self, with_all: bool = False) -> None:
         from kvpool.native.block_rows import BlockRowGroups, BlockRows
         from kvpool.native.step_outputs import StepOutputs
-
         from kvpool.scheduler.output import CachedRequestData, SchedulerOutput
 
         self.blocks_per_round = NUM_REQUESTS

@@ -16,9 +16,9 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from kvpool.native.step_outputs import compute_kv_rows
 
 from bench.workloads import SEED, Workload
+from kvpool.native.step_outputs import compute_kv_rows
 from kvpool.worker.memory.block_swap import BlockSwap
 from kvpool.worker.memory.paged_kv_cache import PagedKVCache
 

@@ -29,7 +29,7 @@ from kvpool.worker.attention import (  # noqa: E402
     decodes,
 )
 from kvpool.worker.attention.cascade import CascadeBackend  # noqa: E402
-from kvpool.worker.attention.gather import ReferenceBackend  # noqa: E402
+from kvpool.worker.attention.gather import GatherBackend  # noqa: E402
 from kvpool.worker.attention.key_rows import Workspace  # noqa: E402
 from kvpool.worker.step.block_table import BlockTableConfig, MultiGroupBlockTable  # noqa: E402
 from kvpool.worker.step.step_tensors import StepTensorBuilder  # noqa: E402
@@ -42,10 +42,10 @@ SCALE = 0.3
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-@pytest.fixture(scope="module", params=["reference", "cascade"])
+@pytest.fixture(scope="module", params=["gather", "cascade"])
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     """One of each for all tests, so that each step finds the memory of the ones before. Cascade wherever it can."""
-    return CascadeBackend(min_saved_bytes=0) if request.param == "cascade" else ReferenceBackend()
+    return CascadeBackend(min_saved_bytes=0) if request.param == "cascade" else GatherBackend()
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
@@ -73,12 +73,12 @@ def test_large_steps_are_read_in_parts(backend: AttentionBackend, monkeypatch: p
     sizes: list[int] = []
     read = Workspace.read
 
-    def count(self: Workspace, kv_cache: Any, cells: Any) -> Any:
-        sizes.append(cells.numel())
-        return read(self, kv_cache, cells)
+    def count(self: Workspace, kv_cache: Any, key_rows: Any) -> Any:
+        sizes.append(key_rows.numel())
+        return read(self, kv_cache, key_rows)
 
     monkeypatch.setattr(Workspace, "read", count)
-    shape = Shape(16, 8, 2, 64)  # 4 KiB a cell
+    shape = Shape(16, 8, 2, 64)  # 4 KiB a key row
     case = make_case(rng, shape, [Request(300, 1) for _ in range(7)])
     check(backend, case, AttentionLayer(0.125), 2e-5)
     assert max(sizes) * 4096 <= 4 << 20 and len(sizes) == 2 * 3  # 3, 3, 1 requests, twice
@@ -95,7 +95,7 @@ def test_long_sequences_are_read_in_pieces(
     rng = random.Random(15)
     case = make_case(rng, Shape(dtype=dtype), [Request(2400, 1), Request(30, 1), Request(1023, 1), Request(1024, 1)])
     check(backend, case, AttentionLayer(SCALE), TOLERANCES[dtype])
-    monkeypatch.setattr(decodes, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(decodes, "SPLIT_TOKENS", 16)
     for kind in KINDS:
         for window, soft_cap in ((None, None), (40, None), (None, 2.0)):
             requests = draw_requests(rng, kind, 7, 100)
@@ -129,7 +129,7 @@ def test_a_step_without_requests_and_queries_of_any_strides(backend: AttentionBa
 def test_what_does_not_go_together_is_refused() -> None:
     case = make_case(random.Random(7), Shape(), [Request(20, 1)])
     layer = AttentionLayer(SCALE)
-    for backend in (ReferenceBackend(), CascadeBackend()):
+    for backend in (GatherBackend(), CascadeBackend()):
         with pytest.raises(InvalidArgumentError, match="before a step"):
             backend.attend(case.query, case.kv_cache, 0, layer)
         backend.plan(case.step)
@@ -237,12 +237,12 @@ def dense(sequence: Sequence, place: slice, layer: AttentionLayer) -> Any:
 
 
 def test_shared_blocks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells_read: list[int] = []
+    key_rows_read: list[int] = []
     read = Workspace.read
 
-    def count(self: Workspace, kv_cache: Any, cells: Any) -> Any:
-        cells_read.append(cells.numel())
-        return read(self, kv_cache, cells)
+    def count(self: Workspace, kv_cache: Any, key_rows: Any) -> Any:
+        key_rows_read.append(key_rows.numel())
+        return read(self, kv_cache, key_rows)
 
     monkeypatch.setattr(Workspace, "read", count)
     requests = [Request(520, 1), *(Request(515 + i, 1, shared=32, sharer=0) for i in range(7))]
@@ -251,11 +251,11 @@ def test_shared_blocks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CascadeBackend()
     check(backend, case, AttentionLayer(0.125), 2e-5)
     alone, own_decodes, own_prefill, shared = 91 + 30, 8 * 10, 9, 512
-    assert sum(cells_read) == 2 * (alone + own_decodes + own_prefill + shared)
-    cells_read.clear()
+    assert sum(key_rows_read) == 2 * (alone + own_decodes + own_prefill + shared)
+    key_rows_read.clear()
     check(backend, case, AttentionLayer(0.125, soft_cap=5.0), 2e-5)
-    assert sum(cells_read) >= 2 * 9 * 513  # a cap goes the reference way
-    cells_read.clear()
+    assert sum(key_rows_read) >= 2 * 9 * 513  # a cap goes the way of "gather"
+    key_rows_read.clear()
     few = [Request(40, 1), Request(40, 1, shared=2, sharer=0)]
     check(backend, make_case(random.Random(9), Shape(16, 3, 3, 64), few), AttentionLayer(0.125), 2e-5)
-    assert cells_read == [82, 82]  # too little to be worth it
+    assert key_rows_read == [82, 82]  # too little to be worth it

@@ -131,20 +131,20 @@ def test_on_the_cpu_cascade_is_the_choice() -> None:
     assert (
         create_backend(None, "cpu").name == "cascade" and create_backend(None, torch.device("cpu"), 3).name == "cascade"
     )
-    assert create_backend("reference", "cpu", 2, block_size=16, dtype=torch.float32).name == "reference"
-    assert create_backend(None, "meta").name == "reference"
+    assert create_backend("gather", "cpu", 2, block_size=16, dtype=torch.float32).name == "gather"
+    assert create_backend(None, "meta").name == "gather"
     for name in BACKENDS:
-        assert (why_unusable(name, torch.device("cpu")) is None) == (name in ("reference", "cascade"))
+        assert (why_unusable(name, torch.device("cpu")) is None) == (name in ("gather", "cascade"))
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("paged", {}, "'paged' is unknown; there are reference, cascade, triton, flashinfer, flash_attn"),
+        ("paged", {}, "'paged' is unknown; there are gather, cascade, triton, flashinfer, flash_attn"),
         ("triton", {}, "'triton' needs a CUDA device, not 'cpu'"),
         ("flashinfer", {}, "'flashinfer' needs a CUDA device, not 'cpu'"),
         ("flash_attn", {}, "'flash_attn' needs a CUDA device, not 'cpu'"),
-        ("reference", {"num_groups": 0}, "0 KV cache groups"),
+        ("gather", {"num_groups": 0}, "0 KV cache groups"),
     ],
 )
 def test_a_backend_that_cannot_be_used_says_why(name: str, arguments: dict[str, int], said: str) -> None:
@@ -175,7 +175,7 @@ def missing(name: str) -> str | None:
 
 def test_the_best_on_cuda_is_what_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    for name in ("FlashInferBackend", "FlashAttnBackend", "TritonBackend", "ReferenceBackend"):
+    for name in ("FlashInferBackend", "FlashAttnBackend", "TritonBackend", "GatherBackend"):
         monkeypatch.setattr(f"kvpool.worker.attention.{name}", lambda *_, name=name: made.append(name))
     monkeypatch.setitem(sys.modules, "triton", None)
     half, single = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
@@ -190,9 +190,9 @@ def test_the_best_on_cuda_is_what_is_usable(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(sys.modules, "triton", object())
         create_backend(None, CUDA, block_size=16, **half)
     assert made == [
-        "ReferenceBackend",
+        "GatherBackend",
         "FlashInferBackend",
-        *["ReferenceBackend"] * 3,
+        *["GatherBackend"] * 3,
         "FlashAttnBackend",
         "TritonBackend",
     ]

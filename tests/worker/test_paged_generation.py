@@ -130,7 +130,7 @@ def test_preemption(kind: str, enable_caching: bool) -> None:
     assert any(any(message.scheduled_cached_requests.resumed) for message in run.messages)
 
 
-@pytest.mark.parametrize("attention", ["reference", "cascade"])
+@pytest.mark.parametrize("attention", ["gather", "cascade"])
 @pytest.mark.parametrize("kind", MAIN)
 def test_backends(kind: str, attention: str) -> None:
     """A shared prefix, decodes beside chunks of prefills."""

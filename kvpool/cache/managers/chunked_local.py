@@ -1,4 +1,4 @@
-"""Chunked local attention: a token sees its own stretch of ``attention_chunk_size`` tokens, up to itself."""
+"""Chunked local attention: a token sees its own chunk of ``attention_chunk_size`` tokens, up to itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         self.attention_chunk_size = kv_cache_spec.attention_chunk_size
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Tokens before the stretch of the next token: with stretches of 8, 0 of 7 computed tokens, 8 of 8 and 8 of
+        """Tokens before the chunk of the next token: with chunks of 8, 0 of 7 computed tokens, 8 of 8 and 8 of
         13."""
         return max(num_computed_tokens, 0) // self.attention_chunk_size * self.attention_chunk_size
 
@@ -41,7 +41,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """See the base class. Tokens before the stretch of token ``max_length`` count as computed, whether they are
+        """See the base class. Tokens before the chunk of token ``max_length`` count as computed, whether they are
         cached or not: their blocks are null. From there on, a run of cached blocks. O(blocks)."""
         if not isinstance(kv_cache_spec, ChunkedLocalAttentionSpec):
             raise InvalidArgumentError(f"chunked local attention is looked up for another spec: {kv_cache_spec!r}")
@@ -55,8 +55,8 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
                 f"{block_size} tokens, hits end at multiples of {alignment_tokens}"
             )
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, block_size)
-        length_of_stretch = kv_cache_spec.attention_chunk_size
-        first = max(max_length, 0) // length_of_stretch * length_of_stretch // block_size
+        chunk_size = kv_cache_spec.attention_chunk_size
+        first = max(max_length, 0) // chunk_size * chunk_size // block_size
         tables: tuple[list[KVCacheBlock], ...] = tuple([block_pool.null_block] * first for _ in kv_cache_group_ids)
         for i in range(first, min(max_length // block_size, len(hashes))):
             cached = block_pool.get_cached_block(hashes[i], kv_cache_group_ids)

@@ -2,7 +2,7 @@
 
 Every backend gives the same numbers up to rounding; they differ in where they run and how fast:
 
-- ``reference``: plain torch, any device and dtype;
+- ``gather``: plain torch, any device and dtype;
 - ``cascade``: the same, with leading blocks that requests share read once;
 - ``triton``: kvpool's own kernel for decodes, CUDA;
 - ``flashinfer``: FlashInfer, CUDA, float16 and bfloat16;
@@ -20,14 +20,14 @@ from kvpool.worker.attention.cascade import CascadeBackend
 from kvpool.worker.attention.flash_attn_backend import PAGE_MULTIPLE, FlashAttnBackend
 from kvpool.worker.attention.flashinfer_backend import DTYPES as HALF_DTYPES
 from kvpool.worker.attention.flashinfer_backend import FlashInferBackend
-from kvpool.worker.attention.gather import ReferenceBackend
+from kvpool.worker.attention.gather import GatherBackend
 from kvpool.worker.attention.interface import AttentionBackend, AttentionLayer
 from kvpool.worker.attention.triton_backend import TritonBackend
 
 __all__ = ["BACKENDS", "AttentionBackend", "AttentionLayer", "create_backend", "why_unusable"]
 
-BACKENDS = ("reference", "cascade", "triton", "flashinfer", "flash_attn")
-PREFERRED_ON_CUDA = ("flashinfer", "flash_attn", "triton", "reference")
+BACKENDS = ("gather", "cascade", "triton", "flashinfer", "flash_attn")
+PREFERRED_ON_CUDA = ("flashinfer", "flash_attn", "triton", "gather")
 PACKAGES = {"triton": "triton", "flashinfer": "flashinfer-python", "flash_attn": "flash-attn"}  # by module
 
 
@@ -43,7 +43,7 @@ def create_backend(
 
     Args:
         name: one of ``BACKENDS``; None to choose: "cascade" on the CPU, on CUDA the first that is usable of
-            "flashinfer", "flash_attn", "triton" and "reference", elsewhere "reference". Those that are not for every
+            "flashinfer", "flash_attn", "triton" and "gather", elsewhere "gather". Those that are not for every
             block size or dtype are chosen only where these are known.
         device: of the cache.
         num_groups: KV cache groups that it will be asked for.
@@ -66,7 +66,7 @@ def create_backend(
         return FlashAttnBackend()
     if name == "triton":
         return TritonBackend()
-    return CascadeBackend() if name == "cascade" else ReferenceBackend()
+    return CascadeBackend() if name == "cascade" else GatherBackend()
 
 
 def why_unusable(
@@ -93,7 +93,7 @@ def _best(device: torch.device, block_size: int | None, dtype: torch.dtype | Non
     if device.type == "cpu":
         return "cascade"
     if device.type != "cuda":
-        return "reference"
+        return "gather"
     unsure = {"flashinfer": dtype is None, "flash_attn": dtype is None or block_size is None}
     return next(
         name

@@ -1,10 +1,10 @@
 """Attention that reads the leading blocks which requests share once for all of them, by plain torch.
 
 The queries of requests with the same leading blocks, as many rows of one, see the keys of these blocks; what a request
-has of its own is read as the reference reads it; and the two are weighed by the sums of their exponentials. Equal block
-ids are the same tokens, so ids are all that has to be compared.
+has of its own is read as by the backend "gather"; the two are weighed by the sums of their exponentials. Equal block ids
+are the same tokens, so ids are all that has to be compared.
 
-Decodes and prefill chunks alike take part; windows and capped scores go the reference way.
+Decodes and prefill chunks alike take part; windows and capped scores go the way of "gather".
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from kvpool.worker.attention.batch import Selection, StepKinds, put, take
 from kvpool.worker.attention.dense import attend_dense, merge, wide_dtype
-from kvpool.worker.attention.gather import LayerCall, Parts, PartsReader, ReferenceBackend
+from kvpool.worker.attention.gather import GatherBackend, LayerCall, Parts, PartsReader
 from kvpool.worker.attention.interface import AttentionLayer, check_inputs
-from kvpool.worker.attention.key_rows import Spans, find_cells_in_line
+from kvpool.worker.attention.key_rows import PositionRanges, find_key_rows_in_line
 from kvpool.worker.attention.sharing import Sharers, find_sharers
 from kvpool.worker.step.step_tensors import GroupTensors, StepTensors
 
@@ -29,17 +29,17 @@ MAX_SCORES = 1 << 26  # of a shared part on devices where they are kept
 
 @dataclass(frozen=True)
 class SharedPart:
-    """Leading cells that some requests share.
+    """Leading key rows that some requests share.
 
     Attributes:
         tokens: all tokens of these requests in the packed batch, m of them.
         num_tokens: m.
-        cells: int64 [length].
+        key_rows: int64 [length].
     """
 
     tokens: Selection
     num_tokens: int
-    cells: torch.Tensor
+    key_rows: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CascadeBackend:
     """Attention by plain torch that reads shared leading blocks once (``AttentionBackend``), on any device.
 
     Made for the CPU. Elsewhere only blocks that all requests of a step share are seen, since tables aren't on the host,
-    and the scores of shared parts are kept in memory. What is said of NaN in ``ReferenceBackend`` holds here too.
+    and the scores of shared parts are kept in memory. What is said of NaN in ``GatherBackend`` holds here too.
 
     Args:
         min_saved_bytes: requests share where it saves the reading of so many bytes in a layer. The default is where it
@@ -75,25 +75,25 @@ class CascadeBackend:
     def __init__(self, min_saved_bytes: int = MIN_SAVED_BYTES) -> None:
         self._min_saved_bytes = min_saved_bytes
         self._reader = PartsReader()
-        self._reference = ReferenceBackend(self._reader)
+        self._gather = GatherBackend(self._reader)
         self._step: StepTensors | None = None
         self._parts: dict[int, CascadeParts | None] = {}
 
     def plan(self, step: StepTensors) -> None:
         self._step = step
         self._parts.clear()
-        self._reference.plan(step)
+        self._gather.plan(step)
 
     def attend(self, query: torch.Tensor, kv_cache: torch.Tensor, group_id: int, layer: AttentionLayer) -> torch.Tensor:
         step = check_inputs(self._step, query, kv_cache, group_id)
         if layer.sliding_window is not None or layer.soft_cap is not None:
-            return self._reference.attend(query, kv_cache, group_id, layer)
+            return self._gather.attend(query, kv_cache, group_id, layer)
         call = LayerCall(query, kv_cache, layer)
         if group_id not in self._parts:
             self._parts[group_id] = self._find(step, call, group_id)
         parts = self._parts[group_id]
         if parts is None:
-            return self._reference.attend(query, kv_cache, group_id, layer)
+            return self._gather.attend(query, kv_cache, group_id, layer)
         num_kv_heads = kv_cache.shape[3]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         sizes = (query.shape[0], num_kv_heads, query.shape[1] // num_kv_heads)
@@ -106,7 +106,7 @@ class CascadeBackend:
 
     def _merge(self, part: SharedPart, call: LayerCall, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Adds what requests share to what each has of its own."""
-        keys, values = (cells.transpose(0, 1)[None] for cells in self._reader.read(call.kv_cache, part.cells))
+        keys, values = (each.transpose(0, 1)[None] for each in self._reader.read(call.kv_cache, part.key_rows))
         num_kv_heads, group = lse.shape[1:]
         sizes = (part.num_tokens, num_kv_heads, group, -1)
         rows = take(call.query, part.tokens).reshape(sizes).transpose(0, 1).flatten(1, 2)[None]
@@ -129,10 +129,12 @@ class CascadeBackend:
         for found in sharers:
             end = found.num_blocks * block_size
             firsts[found.requests] = end
-            leading = Spans(*(np.array([x], dtype=np.int64) for x in (step.host_rows[found.requests[0]], 0, end)))
-            cells = find_cells_in_line(group.block_table, leading, block_size)
+            leading = PositionRanges(
+                *(np.array([x], dtype=np.int64) for x in (step.host_rows[found.requests[0]], 0, end))
+            )
+            key_rows = find_key_rows_in_line(group.block_table, leading, block_size)
             tokens = kinds.tokens_of(found.requests, call.query.device)
-            shared.append(SharedPart(tokens, int(kinds.query_lens[found.requests].sum()), cells))
+            shared.append(SharedPart(tokens, int(kinds.query_lens[found.requests].sum()), key_rows))
         alone, own = (
             dataclasses.replace(
                 kinds, decodes=kinds.decodes[chosen[kinds.decodes]], prefills=kinds.prefills[chosen[kinds.prefills]]

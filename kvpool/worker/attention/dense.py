@@ -71,7 +71,7 @@ def merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_ls
     return output.to(weight.dtype).lerp_(other.to(weight.dtype), weight).to(output.dtype)
 
 
-def merge_pieces(outputs: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_splits(outputs: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``merge`` of p sets of keys at once, and the logarithms of their sums.
 
     Args:

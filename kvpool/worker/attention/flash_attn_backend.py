@@ -45,7 +45,7 @@ class PagedBatch:
 class FlashAttnBackend:
     """flash-attn 2 (``AttentionBackend``), for float16 and bfloat16 on CUDA and blocks of a multiple of 256 tokens.
 
-    Garbage in unused cells doesn't matter as long as it is finite.
+    Garbage in unused slots doesn't matter as long as it is finite.
 
     Raises:
         ImportError: there is no flash-attn.

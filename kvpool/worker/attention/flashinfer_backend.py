@@ -44,7 +44,7 @@ class LayerKind:
 class FlashInferBackend:
     """FlashInfer's wrappers for decodes and for prefill chunks (``AttentionBackend``); float16 and bfloat16, on CUDA.
 
-    Garbage in unused cells doesn't matter as long as it is finite.
+    Garbage in unused slots doesn't matter as long as it is finite.
 
     Args:
         device: where the workspace is.

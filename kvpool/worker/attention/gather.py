@@ -13,7 +13,7 @@ import torch
 
 from kvpool.worker.attention.batch import StepKinds, put, take, window_starts
 from kvpool.worker.attention.decodes import DecodePart, plan_decodes
-from kvpool.worker.attention.dense import attend_causal, attend_dense, merge_pieces
+from kvpool.worker.attention.dense import attend_causal, attend_dense, merge_splits
 from kvpool.worker.attention.interface import AttentionLayer, check_inputs
 from kvpool.worker.attention.key_rows import Workspace
 from kvpool.worker.attention.prefills import (
@@ -56,7 +56,7 @@ class PartsReader:
         Args:
             firsts: int64 numpy array [r], first position that each request reads.
 
-        O(cells read).
+        O(key rows read).
         """
         table = step.groups[group_id].block_table
         causal_bias = self._causal_bias(call)
@@ -77,29 +77,29 @@ class PartsReader:
         for prefill in parts.prefills:
             self._compute_prefill(prefill, call, output, lse)
 
-    def read(self, kv_cache: torch.Tensor, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of cells, see ``Workspace.read``."""
-        return self._workspace.read(kv_cache, cells)
+    def read(self, kv_cache: torch.Tensor, key_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of key rows, see ``Workspace.read``."""
+        return self._workspace.read(kv_cache, key_rows)
 
     def _compute_decode(
         self, part: DecodePart, call: LayerCall, output: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         num_kv_heads, head_size = call.kv_cache.shape[3:]
         query = take(call.query, part.tokens).reshape(part.num_requests, num_kv_heads, -1, head_size)
-        if part.num_pieces > 1:
-            query = query.repeat_interleave(part.num_pieces, 0)
-        with_lse = lse is not None or part.num_pieces > 1
+        if part.num_splits > 1:
+            query = query.repeat_interleave(part.num_splits, 0)
+        with_lse = lse is not None or part.num_splits > 1
         results = []
-        for chunk in part.chunks:
-            rows = query[chunk.pieces]
+        for batch in part.batches:
+            rows = query[batch.splits]
             shape = (len(rows), -1, num_kv_heads, head_size)
-            keys, values = (cells.view(shape).transpose(1, 2) for cells in self.read(call.kv_cache, chunk.cells))
-            results.append(attend_dense(rows, keys, values, chunk.bias, call.layer, with_lse=with_lse))
+            keys, values = (each.view(shape).transpose(1, 2) for each in self.read(call.kv_cache, batch.key_rows))
+            results.append(attend_dense(rows, keys, values, batch.bias, call.layer, with_lse=with_lse))
         result, result_lse = join(results)
-        if part.num_pieces > 1 and result_lse is not None:
-            pieces = (part.num_requests, part.num_pieces)
-            result, result_lse = merge_pieces(
-                result.view(*pieces, *result.shape[1:]), result_lse.view(*pieces, *result_lse.shape[1:])
+        if part.num_splits > 1 and result_lse is not None:
+            splits = (part.num_requests, part.num_splits)
+            result, result_lse = merge_splits(
+                result.view(*splits, *result.shape[1:]), result_lse.view(*splits, *result_lse.shape[1:])
             )
         put(output, part.tokens, result.reshape(part.num_requests, -1, head_size))
         if lse is not None and result_lse is not None:
@@ -108,7 +108,7 @@ class PartsReader:
     def _compute_prefill(
         self, part: PrefillPart, call: LayerCall, output: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        keys, values = (cells.transpose(0, 1)[None] for cells in self.read(call.kv_cache, part.cells))
+        keys, values = (each.transpose(0, 1)[None] for each in self.read(call.kv_cache, part.key_rows))
         num_kv_heads = keys.shape[1]
         query, result = _by_kv_head(call.query, num_kv_heads), _by_kv_head(output, num_kv_heads)
         group = query.shape[2]
@@ -147,17 +147,17 @@ def _by_kv_head(heads: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return heads.view(heads.shape[0], num_kv_heads, heads.shape[1] // num_kv_heads, heads.shape[2])
 
 
-class ReferenceBackend:
+class GatherBackend:
     """Attention by plain torch (``AttentionBackend``), on any device.
 
-    Nothing but the tokens that a request sees is ever read, so neither garbage nor NaN in other cells can reach a
+    Nothing but the tokens that a request sees is ever read, so neither garbage nor NaN in other slots can reach a
     result; among the tokens of one request, a NaN spreads within the tile of queries that sees it.
 
     Args:
         reader: whose memory to use; its own by default.
     """
 
-    name = "reference"
+    name = "gather"
     with_kv_rows = True
     with_compressed = False
 

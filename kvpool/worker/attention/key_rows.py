@@ -1,8 +1,8 @@
-"""Which cells of a paged cache hold the tokens that queries see, and reading them into a reused workspace.
+"""Which key rows of a paged cache hold the tokens that queries see, and reading them into a reused workspace.
 
 A layer's cache [num_blocks, 2, block_size, num_kv_heads, head_size] is, as rows of one head-set each,
 [num_blocks * 2 * block_size, ...]: the key of the token in slot ``block * block_size + offset`` is row
-``block * 2 * block_size + offset``, its value is ``block_size`` rows further. A *cell* is the row of a key.
+``block * 2 * block_size + offset``, its value is ``block_size`` rows further. A *key row* is the row of a key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.worker.step.step_tensors import HostArray
 
 
 @dataclass(frozen=True)
-class Spans:
+class PositionRanges:
     """Consecutive positions of some requests: those from ``firsts`` up to, not including, ``ends``.
 
     Attributes:
@@ -30,46 +30,50 @@ class Spans:
     ends: HostArray
 
 
-def find_cells(block_table: torch.Tensor, spans: Spans, block_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The cells of spans, as a rectangle.
+def find_key_rows(
+    block_table: torch.Tensor, ranges: PositionRanges, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The key rows of ranges, as a rectangle.
 
-    Blocks in front of and behind a span are never looked at. Where spans are shorter than the rectangle, or begin
-    within a block, the last cell of the span stands in: what is read is always a token of the same request, so that
-    garbage in unused cells, NaN too, can't reach a result.
+    Blocks in front of and behind a range are never looked at. Where ranges are shorter than the rectangle, or begin
+    within a block, the last key row of the range stands in: what is read is always a token of the same request, so that
+    garbage in unused slots, NaN too, can't reach a result.
 
     Args:
         block_table: int32 [max_rows, width].
-        spans: b of them.
+        ranges: b of them.
         block_size: tokens in a block.
 
     Returns:
-        Cells, int64 [b, length], and which of them count, bool [b, length]; None if all do. O(b * length).
+        Key rows, int64 [b, length], and which of them count, bool [b, length]; None if all do. O(b * length).
     """
     device = block_table.device
-    first_blocks, last_blocks = spans.firsts // block_size, (spans.ends - 1) // block_size
+    first_blocks, last_blocks = ranges.firsts // block_size, (ranges.ends - 1) // block_size
     num_blocks = int((last_blocks - first_blocks).max()) + 1
-    length = int((spans.ends - first_blocks * block_size).max())
+    length = int((ranges.ends - first_blocks * block_size).max())
     columns = np.minimum(first_blocks[:, None] + np.arange(num_blocks), last_blocks[:, None])
-    rows, columns = to_device(spans.rows, device), to_device(columns, device)
+    rows, columns = to_device(ranges.rows, device), to_device(columns, device)
     blocks = block_table[rows[:, None], columns].long()
-    cells = (blocks.mul_(2 * block_size)[:, :, None] + torch.arange(block_size, device=device)).flatten(1)[:, :length]
-    lows, highs = spans.firsts - first_blocks * block_size, spans.ends - first_blocks * block_size
+    key_rows = (blocks.mul_(2 * block_size)[:, :, None] + torch.arange(block_size, device=device)).flatten(1)[
+        :, :length
+    ]
+    lows, highs = ranges.firsts - first_blocks * block_size, ranges.ends - first_blocks * block_size
     if not lows.any() and (highs == length).all():
-        return cells.contiguous(), None
+        return key_rows.contiguous(), None
     index = torch.arange(length, device=device)
     low, high = to_device(lows, device)[:, None], to_device(highs, device)[:, None]
     counts = (index >= low).logical_and_(index < high)
-    return torch.where(counts, cells, cells.gather(1, high - 1)), counts
+    return torch.where(counts, key_rows, key_rows.gather(1, high - 1)), counts
 
 
-def find_cells_in_line(block_table: torch.Tensor, spans: Spans, block_size: int) -> torch.Tensor:
-    """The cells of spans one behind the other, int64 [sum of lengths], nothing else. O(cells)."""
-    lengths = spans.ends - spans.firsts
+def find_key_rows_in_line(block_table: torch.Tensor, ranges: PositionRanges, block_size: int) -> torch.Tensor:
+    """The key rows of ranges one behind the other, int64 [sum of lengths], nothing else. O(key rows)."""
+    lengths = ranges.ends - ranges.firsts
     offsets = np.cumsum(lengths) - lengths
-    positions = np.arange(lengths.sum()) - np.repeat(offsets - spans.firsts, lengths)
+    positions = np.arange(lengths.sum()) - np.repeat(offsets - ranges.firsts, lengths)
     columns = positions // block_size
     device = block_table.device
-    rows = to_device(np.repeat(spans.rows, lengths), device)
+    rows = to_device(np.repeat(ranges.rows, lengths), device)
     blocks = block_table[rows, to_device(columns, device)].long()
     return blocks.mul_(2 * block_size).add_(to_device(positions - columns * block_size, device))
 
@@ -80,15 +84,15 @@ class Workspace:
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
-    def read(self, kv_cache: torch.Tensor, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of n cells, each [n, num_kv_heads, head_size]; void at the next call. O(n)."""
+    def read(self, kv_cache: torch.Tensor, key_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of n key rows, each [n, num_kv_heads, head_size]; void at the next call. O(n)."""
         num_blocks, _, block_size, num_kv_heads, head_size = kv_cache.shape
-        num_cells, row_size = cells.numel(), num_kv_heads * head_size
+        num_key_rows, row_size = key_rows.numel(), num_kv_heads * head_size
         flat = kv_cache.view(num_blocks * 2 * block_size, row_size)
-        keys, values = self._take(kv_cache, 2 * num_cells * row_size).view(2, num_cells, row_size)
-        torch.index_select(flat, 0, cells, out=keys)
-        torch.index_select(flat[block_size:], 0, cells, out=values)
-        return keys.view(num_cells, num_kv_heads, head_size), values.view(num_cells, num_kv_heads, head_size)
+        keys, values = self._take(kv_cache, 2 * num_key_rows * row_size).view(2, num_key_rows, row_size)
+        torch.index_select(flat, 0, key_rows, out=keys)
+        torch.index_select(flat[block_size:], 0, key_rows, out=values)
+        return keys.view(num_key_rows, num_kv_heads, head_size), values.view(num_key_rows, num_kv_heads, head_size)
 
     def _take(self, like: torch.Tensor, num_items: int) -> torch.Tensor:
         memory = self._memory

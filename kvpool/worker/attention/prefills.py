@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvpool.worker.attention.batch import StepKinds
-from kvpool.worker.attention.key_rows import Spans, find_cells_in_line
+from kvpool.worker.attention.key_rows import PositionRanges, find_key_rows_in_line
 from kvpool.worker.step.step_tensors import HostArray
 
 
@@ -19,7 +19,7 @@ class Tile:
 
     Attributes:
         tokens: in the packed batch.
-        keys: within the cells of the request.
+        keys: within the key rows of the request.
         bias: [queries * group, keys], 0 or -inf.
     """
 
@@ -34,13 +34,13 @@ class PrefillPart:
 
     Attributes:
         tokens: in the packed batch.
-        cells: int64 [length], what they see together.
+        key_rows: int64 [length], what they see together.
         tiles: the queries in their order.
-        sees_all: whether each query sees all cells up to its own.
+        sees_all: whether each query sees all key rows up to its own.
     """
 
     tokens: slice
-    cells: torch.Tensor
+    key_rows: torch.Tensor
     tiles: list[Tile]
     sees_all: bool
 
@@ -87,22 +87,22 @@ def plan_prefills(
     kv_cache: torch.Tensor,
     causal_bias: CausalBias,
 ) -> list[PrefillPart]:
-    """The prefill chunks of a step. Arguments as of ``plan_decodes``. O(cells read + tiles)."""
+    """The prefill chunks of a step. Arguments as of ``plan_decodes``. O(key rows read + tiles)."""
     if kinds.prefills.size == 0:
         return []
     firsts, ends = firsts[kinds.prefills], kinds.seq_lens[kinds.prefills]
-    spans = Spans(rows[kinds.prefills].astype(np.int64), firsts, ends)
-    cells = find_cells_in_line(block_table, spans, kv_cache.shape[2])
+    ranges = PositionRanges(rows[kinds.prefills].astype(np.int64), firsts, ends)
+    key_rows = find_key_rows_in_line(block_table, ranges, kv_cache.shape[2])
     parts = []
-    cells_of: Any = cells.split((ends - firsts).tolist())  # type: ignore[no-untyped-call]
-    for request, first, its_cells in zip(kinds.prefills.tolist(), firsts.tolist(), cells_of):
+    key_rows_of: Any = key_rows.split((ends - firsts).tolist())  # type: ignore[no-untyped-call]
+    for request, first, its_key_rows in zip(kinds.prefills.tolist(), firsts.tolist(), key_rows_of):
         tokens = slice(int(kinds.query_starts[request]), int(kinds.query_starts[request + 1]))
         past = int(kinds.seq_lens[request]) - (tokens.stop - tokens.start)
         tiles = [
             make_tile(tokens, query, past, first, causal_bias)
             for query in range(tokens.start, tokens.stop, causal_bias.num_queries)
         ]
-        parts.append(PrefillPart(tokens, its_cells, tiles, causal_bias.sliding_window is None))
+        parts.append(PrefillPart(tokens, its_key_rows, tiles, causal_bias.sliding_window is None))
     return parts
 
 

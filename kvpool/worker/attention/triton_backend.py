@@ -24,9 +24,9 @@ class Decodes:
 
 
 class TritonBackend:
-    """Decodes by ``paged_decode`` straight from the blocks, prefill chunks as in ``ReferenceBackend``.
+    """Decodes by ``paged_decode`` straight from the blocks, prefill chunks as in ``GatherBackend``.
 
-    Nothing waits for the device. Unused cells don't matter, whatever they hold.
+    Nothing waits for the device. Unused slots don't matter, whatever they hold.
 
     Raises:
         ImportError: there is no Triton.

@@ -1,8 +1,8 @@
 """Attention of one token per request over the paged cache: Triton kernels, split over long sequences.
 
-A program of ``decode_kernel`` takes a request, a KV head and a stretch of the sequence. It serves all query heads of
+A program of ``decode_kernel`` takes a request, a KV head and a split of the sequence. It serves all query heads of
 that KV head, so keys and values are read once, and keeps a running maximum, sum and weighted sum of values in float32
-(online softmax, arXiv:1805.02867). Where a sequence is cut into several stretches each leaves its normalised result and
+(online softmax, arXiv:1805.02867). Where a sequence is cut into several splits each leaves its normalised result and
 the logarithm of its sum, and ``merge_kernel`` weighs them (flash decoding).
 
 What is not attended to is not read either: tokens behind the sequence, in front of the window, and the table's cells in
@@ -90,7 +90,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # Triton reads the annotatio
     IS_SPLIT: tl.constexpr,
     WIDENS: tl.constexpr,
 ):
-    """The ``GROUP`` query heads of one KV head of one request, over stretch ``program_id(1)`` of its tokens.
+    """The ``GROUP`` query heads of one KV head of one request, over split ``program_id(1)`` of its tokens.
 
     ``scale`` and ``soft_cap`` are such that logits come out in base 2.
     """
@@ -172,7 +172,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     SPLIT_TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Weighs the results of a query head's stretches; of those without tokens nothing was written."""
+    """Weighs the results of a query head's splits; of those without tokens nothing was written."""
     request = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
     head = tl.program_id(0) % NUM_HEADS
     _, first, end = first_and_end(rows_ptr, seq_lens_ptr, request, width, BLOCK_SIZE, WINDOW)
@@ -292,7 +292,7 @@ def paged_decode(
 
 
 def _partials(query: torch.Tensor, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the stretches' results and logarithms, [r, num_heads, stretches, ...]; none to speak of without any."""
+    """Room for the splits' results and logarithms, [r, num_heads, splits, ...]; none to speak of without any."""
     num_requests, num_heads, head_size = query.shape
     shape = (num_requests, num_heads, split.number) if split.number > 1 else (0, 0, 0)
     return query.new_empty((*shape, head_size), dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)

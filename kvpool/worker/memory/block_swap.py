@@ -128,7 +128,7 @@ def in_host_order(block_ids: list[int], host_ids: list[int]) -> tuple[list[int],
 
 
 def runs(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Pairs of ids as (id, other id, length) of stretches in which both go up by one. O(n)."""
+    """Pairs of ids as (id, other id, length) of runs in which both go up by one. O(n)."""
     first = 0
     for end in range(1, len(one) + 1):
         if end == len(one) or one[end] != one[end - 1] + 1 or other[end] != other[end - 1] + 1:
