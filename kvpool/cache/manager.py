@@ -28,7 +28,6 @@ from kvpool.cache.checks import (
     to_count,
 )
 from kvpool.cache.coordinator import get_kv_cache_coordinator, resolve_kv_cache_block_sizes
-from kvpool.cache.managers import MambaManager
 from kvpool.cache.spec import KVCacheConfig
 from kvpool.cache.withdrawal import KVCacheWithdrawal
 from kvpool.common.arguments import to_float, to_int
@@ -131,21 +130,12 @@ class KVCacheManagerBase(KVCacheWithdrawal):
             hash_block_size=hash_block_size,
             metrics_collector=metrics_collector,
             num_prefill_lookahead=num_prefill_lookahead,
+            enable_mamba_shared_prefix_checkpoint=enable_mamba_shared_prefix_checkpoint,
             block_pool_class=block_pool_class or self._block_pool_class,
         )
         self.block_pool = self.coordinator.block_pool
         self.hash_block_size = hash_block_size
-        # With a look-ahead of several modules, what is published ends before the place where prompts part.
-        self.mamba_shared_prefix_checkpoint = (
-            enable_mamba_shared_prefix_checkpoint
-            and bool(self.coordinator.eagle_group_ids)
-            and self.coordinator.enable_partial_hash_hits
-            and self.coordinator.num_reprefillable_tokens == 0
-        )
-        if self.mamba_shared_prefix_checkpoint:
-            for manager in self.coordinator.single_type_managers:
-                if isinstance(manager, MambaManager):
-                    manager.shared_prefix_checkpoint = True
+        self.mamba_shared_prefix_checkpoint = self.coordinator.keeps_shared_prefix_checkpoints
         super().__init__(log_stats)
         self._bind()
 

@@ -1,4 +1,5 @@
 # What every batch needs: a place for its ids and keys, counts, and the callers' int32 buffers.
+cimport cython
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, int32_t
 
@@ -9,6 +10,15 @@ cdef enum:
     SMALL = 512  # ids and keys of a batch up to this size stay on the stack
     MOST = 0x1FFFFFFF  # tokens or blocks of a plain call: a sum of four of them overflows nowhere
     NOT_PLAIN = -1
+
+
+
+# get_num_skipped_tokens of a group with a sliding window (0: none) or with chunks (0: none).
+@cython.cdivision(True)
+cdef inline Py_ssize_t num_skipped_tokens(Py_ssize_t num_computed, Py_ssize_t window, Py_ssize_t chunk_size) noexcept nogil:
+    if window > 0:
+        return num_computed - window + 1 if num_computed >= window else 0
+    return num_computed // chunk_size * chunk_size if chunk_size > 0 else 0
 
 
 cdef class IdBuffer:

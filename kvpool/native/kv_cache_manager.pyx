@@ -17,7 +17,9 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
 from kvpool.native.allocator cimport too_few_blocks
-from kvpool.native.batch cimport MOST, NOT_PLAIN, SMALL, ids_of_size, is_plain_number, keys_of_size, plain_number, release_batch
+from kvpool.native.batch cimport (
+    MOST, NOT_PLAIN, SMALL, ids_of_size, is_plain_number, keys_of_size, num_skipped_tokens, plain_number, release_batch,
+)
 from kvpool.native.block cimport BlockHome, kvpool_lock_acquire, kvpool_lock_release, num_free_of, parse_digest
 from kvpool.native.block_sequence cimport BlockSequence, new_sequence
 from kvpool.native.kvp cimport (
@@ -71,17 +73,14 @@ cdef class GroupTables:
         cdef PyObject *found = PyDict_GetItemWithError(self.tables, request_id)
         cdef PyObject *cached
         cdef BlockSequence table
-        cdef Py_ssize_t num_skipped = 0
+        cdef Py_ssize_t num_skipped
         if found is NULL:
             return False
         table = <BlockSequence?><object>found
         if (PyDict_GetItemWithError(self.partial_hits, request_id) is not NULL
                 or table.length * self.block_size < num_slots):
             return False
-        if self.window > 0:
-            num_skipped = (num_read - self.window + 1) // self.block_size if num_read >= self.window else 0
-        elif self.chunk_size > 0:
-            num_skipped = num_read // self.chunk_size * self.chunk_size // self.block_size
+        num_skipped = num_skipped_tokens(num_read, self.window, self.chunk_size) // self.block_size
         num_skipped = min(num_skipped, table.length)
         if num_skipped > 0 and table.ids[num_skipped - 1] != KVP_NULL_BLOCK:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cache.coordinator.base import KVCacheCoordinator, replay_boundaries
+from kvpool.cache.coordinator.base import CoordinatorSettings, KVCacheCoordinator, replay_boundaries
 from kvpool.cache.coordinator.block_sizes import resolve_kv_cache_block_sizes
 from kvpool.cache.coordinator.hybrid import HybridKVCacheCoordinator, SpecGroup
 from kvpool.cache.coordinator.unitary import KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvpool.metrics.residency import KVCacheMetricsCollector
 
 __all__ = [
+    "CoordinatorSettings",
     "HybridKVCacheCoordinator",
     "KVCacheCoordinator",
     "KVCacheCoordinatorNoPrefixCache",
@@ -42,9 +43,10 @@ def get_kv_cache_coordinator(
     metrics_collector: KVCacheMetricsCollector | None = None,
     num_prefill_lookahead: int = 0,
     allow_partial_hash_hits: bool = True,
+    enable_mamba_shared_prefix_checkpoint: bool = False,
     block_pool_class: Callable[..., Any] | None = None,
 ) -> KVCacheCoordinator:
-    """The coordinator that fits: none cached, one group, or several. See ``KVCacheCoordinator`` for the arguments.
+    """The coordinator that fits: none cached, one group, or several. See ``CoordinatorSettings`` for the arguments.
 
     Raises:
         InvalidArgumentError: the sizes do not fit together, or context parallelism is asked for.
@@ -55,20 +57,23 @@ def get_kv_cache_coordinator(
         raise InvalidArgumentError(
             f"context parallelism is not supported: dcp_world_size {dcp_world_size}, pcp_world_size {pcp_world_size}"
         )
-    common: dict[str, Any] = {
-        "kv_cache_config": kv_cache_config,
-        "max_model_len": max_model_len,
-        "max_in_flight_tokens": max_in_flight_tokens,
-        "use_eagle": use_eagle,
-        "enable_kv_cache_events": enable_kv_cache_events,
-        "scheduler_block_size": scheduler_block_size,
-        "hash_block_size": hash_block_size,
-        "metrics_collector": metrics_collector,
-        "num_prefill_lookahead": num_prefill_lookahead,
-        "block_pool_class": block_pool_class,
-    }
+    settings = CoordinatorSettings(
+        kv_cache_config,
+        max_model_len,
+        max_in_flight_tokens,
+        use_eagle,
+        enable_caching,
+        enable_kv_cache_events,
+        scheduler_block_size,
+        hash_block_size,
+        metrics_collector,
+        num_prefill_lookahead,
+        enable_mamba_shared_prefix_checkpoint,
+        allow_partial_hash_hits,
+        block_pool_class,
+    )
     if not enable_caching:
-        return KVCacheCoordinatorNoPrefixCache(**common)
+        return KVCacheCoordinatorNoPrefixCache(settings)
     if len(kv_cache_config.kv_cache_groups) == 1:
-        return UnitaryKVCacheCoordinator(enable_caching=True, **common)
-    return HybridKVCacheCoordinator(enable_caching=True, allow_partial_hash_hits=allow_partial_hash_hits, **common)
+        return UnitaryKVCacheCoordinator(settings)
+    return HybridKVCacheCoordinator(settings)

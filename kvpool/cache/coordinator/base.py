@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpool.backend import BlockPool
@@ -55,10 +56,11 @@ def _check_retention_interval(retention_interval: int | None, block_size: int, c
         )
 
 
-class KVCacheCoordinator(ABC):
-    """The managers of all KV cache groups over one pool.
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """What a coordinator is made with.
 
-    Args:
+    Attributes:
         kv_cache_config: number of blocks, groups.
         max_model_len: longest sequence, tokens.
         max_in_flight_tokens: tokens that can be scheduled and not yet processed; bounds what groups with a window
@@ -70,27 +72,43 @@ class KVCacheCoordinator(ABC):
         hash_block_size: tokens per block hash.
         metrics_collector: handed to the pool.
         num_prefill_lookahead: tokens beyond a prefill's end that draft layers write (multi-module MTP).
+        enable_mamba_shared_prefix_checkpoint: keep Mamba states where requests' prompts part, where that is possible.
+        allow_partial_hash_hits: hits may end inside a block, where ``partial_hash_hits_enabled``.
         block_pool_class: makes the pool, with the arguments of ``BlockPool``.
+    """
+
+    kv_cache_config: KVCacheConfig
+    max_model_len: int
+    max_in_flight_tokens: int
+    use_eagle: bool
+    enable_caching: bool
+    enable_kv_cache_events: bool
+    scheduler_block_size: int
+    hash_block_size: int
+    metrics_collector: KVCacheMetricsCollector | None = None
+    num_prefill_lookahead: int = 0
+    enable_mamba_shared_prefix_checkpoint: bool = False
+    allow_partial_hash_hits: bool = True
+    block_pool_class: Callable[..., Any] | None = None
+
+
+class KVCacheCoordinator(ABC):
+    """The managers of all KV cache groups over one pool.
+
+    Attributes:
+        enable_partial_hash_hits: whether hits may end inside a block.
+        keeps_shared_prefix_checkpoints: whether Mamba states are kept where requests' prompts part.
 
     vLLM: ``KVCacheCoordinator``, without context parallelism and host pools.
     """
 
     enable_partial_hash_hits = False
+    keeps_shared_prefix_checkpoints = False
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        max_model_len: int,
-        max_in_flight_tokens: int,
-        use_eagle: bool,
-        enable_caching: bool,
-        enable_kv_cache_events: bool,
-        scheduler_block_size: int,
-        hash_block_size: int,
-        metrics_collector: KVCacheMetricsCollector | None = None,
-        num_prefill_lookahead: int = 0,
-        block_pool_class: Callable[..., Any] | None = None,
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        kv_cache_config, hash_block_size = settings.kv_cache_config, settings.hash_block_size
+        scheduler_block_size, num_prefill_lookahead = settings.scheduler_block_size, settings.num_prefill_lookahead
+        use_eagle, enable_caching = settings.use_eagle, settings.enable_caching
         groups = kv_cache_config.kv_cache_groups
         sizes = [hash_block_size, *(group.kv_cache_spec.block_size for group in groups)]
         if any(scheduler_block_size % size for size in sizes):
@@ -113,18 +131,18 @@ class KVCacheCoordinator(ABC):
         self.retention_interval = kv_cache_config.prefix_cache_retention_interval
         _check_retention_interval(self.retention_interval, scheduler_block_size, kv_cache_config)
 
-        self.block_pool = (block_pool_class or BlockPool)(
+        self.block_pool = (settings.block_pool_class or BlockPool)(
             num_gpu_blocks=kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,
-            enable_kv_cache_events=enable_kv_cache_events,
-            metrics_collector=metrics_collector,
+            enable_kv_cache_events=settings.enable_kv_cache_events,
+            metrics_collector=settings.metrics_collector,
         )
         self.single_type_managers = tuple(
             get_manager_for_kv_cache_spec(
                 kv_cache_spec=group.kv_cache_spec,
-                max_in_flight_tokens=max_in_flight_tokens,
-                max_model_len=max_model_len,
+                max_in_flight_tokens=settings.max_in_flight_tokens,
+                max_model_len=settings.max_model_len,
                 block_pool=self.block_pool,
                 enable_caching=enable_caching,
                 kv_cache_group_id=i,

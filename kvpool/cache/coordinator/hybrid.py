@@ -10,19 +10,18 @@ it. It does so once per length: asked again at the length that it has proved, it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvpool.cache.coordinator.base import CacheHit, KVCacheCoordinator
+from kvpool.cache.coordinator.base import CacheHit, CoordinatorSettings, KVCacheCoordinator
 from kvpool.cache.coordinator.block_sizes import eagle_proof_margin, partial_hash_hits_enabled
-from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
+from kvpool.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, ceil_div
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvpool.backend import KVCacheBlock
     from kvpool.cache.managers import SingleTypeKVCacheManager
     from kvpool.hashing.block_hash import BlockHash
-    from kvpool.metrics.residency import KVCacheMetricsCollector
 
 
 class SpecGroup(NamedTuple):
@@ -57,57 +56,40 @@ class _Search:
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Groups of different kinds and block sizes over one pool. See ``KVCacheCoordinator`` for the arguments.
-
-    Args:
-        allow_partial_hash_hits: hits may end inside a block, where ``partial_hash_hits_enabled``.
+    """Groups of different kinds and block sizes over one pool.
 
     vLLM: ``HybridKVCacheCoordinator``.
     """
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        max_model_len: int,
-        max_in_flight_tokens: int,
-        use_eagle: bool,
-        enable_caching: bool,
-        enable_kv_cache_events: bool,
-        scheduler_block_size: int,
-        hash_block_size: int,
-        metrics_collector: KVCacheMetricsCollector | None = None,
-        num_prefill_lookahead: int = 0,
-        block_pool_class: Callable[..., Any] | None = None,
-        allow_partial_hash_hits: bool = True,
-    ) -> None:
-        super().__init__(
-            kv_cache_config,
-            max_model_len,
-            max_in_flight_tokens,
-            use_eagle,
-            enable_caching,
-            enable_kv_cache_events,
-            scheduler_block_size,
-            hash_block_size,
-            metrics_collector,
-            num_prefill_lookahead,
-            block_pool_class,
-        )
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        super().__init__(settings)
+        groups, hash_block_size = settings.kv_cache_config.kv_cache_groups, settings.hash_block_size
         for manager in self.single_type_managers:
             if manager.kv_cache_spec.prefix_cacheable and manager.block_size % hash_block_size:
                 raise InvalidArgumentError(
                     f"the block size {manager.block_size} of group {manager.kv_cache_group_id} is not a multiple of "
                     f"the hash block size {hash_block_size}"
                 )
-        self.enable_partial_hash_hits = allow_partial_hash_hits and partial_hash_hits_enabled(
-            kv_cache_config.kv_cache_groups, hash_block_size, [type(manager) for manager in self.single_type_managers]
+        self.enable_partial_hash_hits = settings.allow_partial_hash_hits and partial_hash_hits_enabled(
+            groups, hash_block_size, [type(manager) for manager in self.single_type_managers]
         )
-        self._alignment_tokens = hash_block_size if self.enable_partial_hash_hits else scheduler_block_size
+        self._alignment_tokens = hash_block_size if self.enable_partial_hash_hits else self.scheduler_block_size
         for manager in self.single_type_managers:
             manager.cache_hit_alignment_tokens = self._alignment_tokens
         self.attention_groups = self._make_attention_groups()
         # Full attention and one other kind: the second answer is final, there is nobody to ask again.
         self._needs_one_round = len(self.attention_groups) == 2 and self.attention_groups[0].is_full_attention
+        # With a look-ahead of several modules, what is published ends before the place where prompts part.
+        self.keeps_shared_prefix_checkpoints = (
+            settings.enable_mamba_shared_prefix_checkpoint
+            and bool(self.eagle_group_ids)
+            and self.enable_partial_hash_hits
+            and self.num_reprefillable_tokens == 0
+        )
+        for manager in self.single_type_managers:
+            manager.shared_prefix_checkpoint = self.keeps_shared_prefix_checkpoints and isinstance(
+                manager.kv_cache_spec, MambaSpec
+            )
 
     def _make_attention_groups(self) -> list[SpecGroup]:
         """Groups to look up, by spec, full attention first; their managers are told of EAGLE."""
@@ -163,7 +145,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 break
         for group in self.attention_groups:
             if group.is_full_attention:
-                num_blocks = -(-hit_length // self.single_type_managers[group.group_ids[0]].block_size)
+                num_blocks = ceil_div(hit_length, self.single_type_managers[group.group_ids[0]].block_size)
                 for group_id in group.group_ids:
                     del (search.blocks[group_id] or [])[num_blocks:]
         return tuple(blocks or [] for blocks in search.blocks), hit_length, search.longest - hit_length

@@ -31,6 +31,22 @@ if TYPE_CHECKING:
     from kvpool.hashing.block_hash import BlockHashList
 
 
+# For each group the blocks from the first token on; tokens.
+PrefixHit = tuple[tuple[list["KVCacheBlock"], ...], int]
+
+
+class PrefixLookup(NamedTuple):
+    """What ``find_longest_cache_hit`` is asked; see there."""
+
+    block_hashes: BlockHashList
+    max_length: int
+    group_ids: list[int]
+    block_pool: BlockPool
+    spec: Any
+    drops_block: bool
+    alignment_tokens: int
+
+
 class AllocationNote(NamedTuple):
     """What a manager holds for a request before an allocation; None where it has nothing.
 
@@ -86,6 +102,7 @@ class SingleTypeKVCacheManager(ABC):
         new_block_ids: ids that ``take_new_block_ids`` will return.
     """
 
+    served_specs: ClassVar[tuple[type[KVCacheSpec], ...]]
     supports_fine_grained_hash_lookup: ClassVar[bool] = False
     retains_longer_hit: ClassVar[bool] = False
 
@@ -504,7 +521,6 @@ class SingleTypeKVCacheManager(ABC):
         return None
 
     @classmethod
-    @abstractmethod
     def find_longest_cache_hit(
         cls,
         block_hashes: BlockHashList,
@@ -516,7 +532,7 @@ class SingleTypeKVCacheManager(ABC):
         alignment_tokens: int,
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    ) -> PrefixHit:
         """The longest prefix that all of the groups have in the cache.
 
         Args:
@@ -531,6 +547,25 @@ class SingleTypeKVCacheManager(ABC):
             For each group the blocks from the first token on, null where a block is not needed; and the length of
             the hit in tokens.
         """
+        if not isinstance(kv_cache_spec, cls.served_specs):
+            raise InvalidArgumentError(f"a {cls.__name__} looks up hits for another spec: {kv_cache_spec!r}")
+        refuse_context_parallelism(dcp_world_size, pcp_world_size)
+        return cls._find_longest_hit(
+            PrefixLookup(
+                block_hashes,
+                max_length,
+                kv_cache_group_ids,
+                block_pool,
+                kv_cache_spec,
+                drop_eagle_block,
+                alignment_tokens,
+            )
+        )
+
+    @classmethod
+    @abstractmethod
+    def _find_longest_hit(cls, lookup: PrefixLookup) -> PrefixHit:
+        """``find_longest_cache_hit``, for one of ``served_specs``."""
 
     # What the coordinator collects after a step
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cache.managers.base import SingleTypeKVCacheManager
-from kvpool.cache.spec import CrossAttentionSpec, KVCacheSpec
+from kvpool.cache.managers.base import PrefixHit, PrefixLookup, SingleTypeKVCacheManager
+from kvpool.cache.spec import CrossAttentionSpec
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpool.backend import BlockPool, KVCacheBlock
-    from kvpool.hashing.block_hash import BlockHashList
+    from kvpool.backend import KVCacheBlock
 
 
 class CrossAttentionManager(SingleTypeKVCacheManager):
@@ -19,6 +18,8 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
 
     vLLM: ``CrossAttentionManager``.
     """
+
+    served_specs = (CrossAttentionSpec,)
 
     def add_local_computed_blocks(
         self,
@@ -52,19 +53,6 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         raise InvalidArgumentError("blocks of cross attention are never cached: prefix caching must be off")
 
     @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    def _find_longest_hit(cls, lookup: PrefixLookup) -> PrefixHit:
         """NotImplementedError: an encoder's output is not cached."""
-        if not isinstance(kv_cache_spec, CrossAttentionSpec):
-            raise InvalidArgumentError(f"cross attention is looked up for another spec: {kv_cache_spec!r}")
         raise NotImplementedError("blocks of cross attention are never cached")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvpool.cache.managers.base import SingleTypeKVCacheManager, refuse_context_parallelism
-from kvpool.cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, ceil_div
+from kvpool.cache.managers.base import PrefixHit, PrefixLookup, SingleTypeKVCacheManager
+from kvpool.cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.hashing.block_hash import BlockHashListWithBlockSize, make_block_hash_with_group_id, resolve_block_hashes
 
 if TYPE_CHECKING:
-    from kvpool.backend import BlockPool, KVCacheBlock
+    from kvpool.backend import KVCacheBlock
     from kvpool.hashing.block_hash import BlockHashList
 
 
@@ -23,26 +23,14 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     end inside a block.
     """
 
+    served_specs = (FullAttentionSpec, ChunkedLocalAttentionSpec)
     supports_fine_grained_hash_lookup: ClassVar[bool] = True
 
     @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    def _find_longest_hit(cls, lookup: PrefixLookup) -> PrefixHit:
         """See the base class. O(blocks of the hit); inside a block, O(hashes of a block) more."""
-        if not isinstance(kv_cache_spec, (FullAttentionSpec, ChunkedLocalAttentionSpec)):
-            raise InvalidArgumentError(f"full attention is looked up for another spec: {kv_cache_spec!r}")
-        refuse_context_parallelism(dcp_world_size, pcp_world_size)
-        block_size = kv_cache_spec.block_size
+        block_hashes, max_length, group_ids, block_pool, spec, drops_block, alignment_tokens = lookup
+        block_size = spec.block_size
         fine_hashes = fine_grained_hashes(block_hashes, block_pool.hash_block_size, block_size, alignment_tokens)
         if fine_hashes is None:
             hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, block_size)
@@ -51,7 +39,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
         found: list[list[KVCacheBlock]] = []  # for each block, the one of each group
         for block_hash in islice(hashes, max(max_length, 0) // block_size):
-            cached = block_pool.get_cached_block(block_hash, kv_cache_group_ids)
+            cached = block_pool.get_cached_block(block_hash, group_ids)
             if cached is None:
                 break
             found.append(cached)
@@ -62,17 +50,17 @@ class FullAttentionManager(SingleTypeKVCacheManager):
             first = len(found) * scale
             past = min(first + scale - 1, max_length // alignment_tokens, len(fine_hashes))
             for i in range(past - 1, first - 1, -1):
-                cached = block_pool.get_cached_block(fine_hashes[i], kv_cache_group_ids)
+                cached = block_pool.get_cached_block(fine_hashes[i], group_ids)
                 if cached is not None:
                     found.append(cached)
                     hit_length = (i + 1) * alignment_tokens
                     break
 
-        if drop_eagle_block and hit_length > 0:
+        if drops_block and hit_length > 0:
             hit_length -= min(alignment_tokens, block_size)
         hit_length -= hit_length % alignment_tokens
         del found[ceil_div(hit_length, block_size) :]
-        return tuple([cached[k] for cached in found] for k in range(len(kv_cache_group_ids))), hit_length
+        return tuple([cached[k] for cached in found] for k in range(len(group_ids))), hit_length
 
     def cache_blocks(
         self,

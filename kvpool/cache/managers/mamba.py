@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvpool.cache.managers.base import refuse_context_parallelism
+from kvpool.cache.managers.base import PrefixHit, PrefixLookup
 from kvpool.cache.managers.full_attention import fine_grained_hashes
 from kvpool.cache.managers.mamba_align import AlignedMambaBlocks
 from kvpool.cache.spec import KVCacheSpec, MambaSpec
-from kvpool.errors import InvalidArgumentError
 from kvpool.hashing.block_hash import resolve_block_hashes
 
 if TYPE_CHECKING:
-    from kvpool.backend import BlockPool, KVCacheBlock
-    from kvpool.hashing.block_hash import BlockHashList
+    from kvpool.backend import KVCacheBlock
 
 
 class MambaManager(AlignedMambaBlocks):
@@ -24,6 +22,7 @@ class MambaManager(AlignedMambaBlocks):
     table is as for attention, with ``num_speculative_blocks`` more blocks at its end.
     """
 
+    served_specs = (MambaSpec,)
     supports_fine_grained_hash_lookup: ClassVar[bool] = True
 
     @property
@@ -123,24 +122,11 @@ class MambaManager(AlignedMambaBlocks):
                     self.cached_blocks_this_step.add(block.block_hash)
 
     @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    def _find_longest_hit(cls, lookup: PrefixLookup) -> PrefixHit:
         """See the base class. Looks from the end for one cached state; all blocks before it are null. No block is
         dropped for EAGLE, as draft models have no Mamba layers. O(hashes)."""
-        if not isinstance(kv_cache_spec, MambaSpec):
-            raise InvalidArgumentError(f"a Mamba state is looked up for another spec: {kv_cache_spec!r}")
-        refuse_context_parallelism(dcp_world_size, pcp_world_size)
-        block_size = hit_size = kv_cache_spec.block_size
+        block_hashes, max_length, group_ids, block_pool, spec, _, alignment_tokens = lookup
+        block_size = hit_size = spec.block_size
         fine_hashes = fine_grained_hashes(block_hashes, block_pool.hash_block_size, block_size, alignment_tokens)
         if fine_hashes is None:
             hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, block_size)
@@ -150,11 +136,11 @@ class MambaManager(AlignedMambaBlocks):
             hit_length = (i + 1) * hit_size
             if hit_length % alignment_tokens:
                 continue
-            cached = block_pool.get_cached_block(hashes[i], kv_cache_group_ids)
+            cached = block_pool.get_cached_block(hashes[i], group_ids)
             if cached is not None:
                 null_blocks = [block_pool.null_block] * (i * hit_size // block_size)
                 return tuple([*null_blocks, block] for block in cached), hit_length
-        return tuple([] for _ in kv_cache_group_ids), 0
+        return tuple([] for _ in group_ids), 0
 
     @classmethod
     def reachable_block_mask(

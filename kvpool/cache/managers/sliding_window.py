@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cache.managers.base import SingleTypeKVCacheManager, refuse_context_parallelism
+from kvpool.cache.managers.base import PrefixHit, PrefixLookup, SingleTypeKVCacheManager, refuse_context_parallelism
 from kvpool.cache.spec import KVCacheSpec, SlidingWindowSpec, ceil_div
-from kvpool.errors import InvalidArgumentError
 from kvpool.hashing.block_hash import resolve_block_hashes
 
 if TYPE_CHECKING:
     from kvpool.backend import BlockPool, KVCacheBlock
-    from kvpool.hashing.block_hash import BlockHashList
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """Block tables of sliding window layers. vLLM: ``SlidingWindowManager``."""
+
+    served_specs = (SlidingWindowSpec,)
 
     def __init__(self, kv_cache_spec: SlidingWindowSpec, block_pool: BlockPool, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, block_pool, *args, **kwargs)
@@ -36,26 +36,13 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return ceil_div(window_size - 1, block_size) + use_eagle
 
     @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    def _find_longest_hit(cls, lookup: PrefixLookup) -> PrefixHit:
         """See the base class. Looks from the end for enough cached blocks in a row; fewer do if they begin with the
         first token. O(max_length / block_size)."""
-        if not isinstance(kv_cache_spec, SlidingWindowSpec):
-            raise InvalidArgumentError(f"a sliding window is looked up for another spec: {kv_cache_spec!r}")
-        refuse_context_parallelism(dcp_world_size, pcp_world_size)
-        block_size = kv_cache_spec.block_size
+        block_hashes, max_length, group_ids, block_pool, spec, drops_block, alignment_tokens = lookup
+        block_size = spec.block_size
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, block_size)
-        num_needed = cls._contiguous_blocks_for_hit(kv_cache_spec.sliding_window, block_size, drop_eagle_block)
+        num_needed = cls._contiguous_blocks_for_hit(spec.sliding_window, block_size, drops_block)
 
         def align_down(num_blocks: int) -> int:
             while num_blocks * block_size % alignment_tokens:
@@ -66,11 +53,11 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         first = 0
         is_enough = False
         for i in range(min(max_length // block_size, len(hashes)) - 1, -1, -1):
-            cached = block_pool.get_cached_block(hashes[i], kv_cache_group_ids)
+            cached = block_pool.get_cached_block(hashes[i], group_ids)
             if cached is None:
                 row.clear()
                 continue
-            if not row and (i if drop_eagle_block else i + 1) * block_size % alignment_tokens:
+            if not row and (i if drops_block else i + 1) * block_size % alignment_tokens:
                 continue  # a hit can't end here
             row.append(cached)
             if len(row) >= num_needed:
@@ -80,13 +67,11 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         num_blocks = first + len(row)
         if not is_enough:
             num_blocks = align_down(num_blocks)
-        if drop_eagle_block and num_blocks:
+        if drops_block and num_blocks:
             num_blocks = align_down(num_blocks - 1)
         row.reverse()
         null_blocks = [block_pool.null_block] * first
-        tables = tuple(
-            (null_blocks + [cached[k] for cached in row])[:num_blocks] for k in range(len(kv_cache_group_ids))
-        )
+        tables = tuple((null_blocks + [cached[k] for cached in row])[:num_blocks] for k in range(len(group_ids)))
         return tables, num_blocks * block_size
 
     @classmethod
@@ -103,8 +88,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         final_segment_end_block: int | None = None,
     ) -> list[bool] | None:
         """See the base class: only the window before a place where hits can end is reachable. O(blocks)."""
-        if not isinstance(kv_cache_spec, SlidingWindowSpec):
-            raise InvalidArgumentError(f"a sliding window is masked for another spec: {kv_cache_spec!r}")
         refuse_context_parallelism(dcp_world_size, 1)
         block_size = kv_cache_spec.block_size
         if alignment_tokens is None or alignment_tokens % block_size:

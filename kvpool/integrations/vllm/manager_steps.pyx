@@ -15,7 +15,7 @@ from cpython.list cimport PyList_Check, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t
 
-from kvpool.native.batch cimport MOST, NOT_PLAIN, plain_number
+from kvpool.native.batch cimport MOST, NOT_PLAIN, num_skipped_tokens, plain_number
 from kvpool.native.block cimport BlockHome, node_in, parse_digest
 from kvpool.native.kvp cimport KVP_NULL_BLOCK, kvp_key_t, kvp_pool_is_reachable
 from kvpool.native.prefix_cache cimport PrefixCache
@@ -140,11 +140,8 @@ cdef class Group:
 
     cdef Py_ssize_t num_skipped(self, Py_ssize_t num_computed) noexcept:
         """Tokens that attention no longer reads when so many are computed."""
-        if self.attention == WINDOW:
-            return max(0, num_computed - self.window_or_chunk + 1)
-        if self.attention == LOCAL:
-            return num_computed // self.window_or_chunk * self.window_or_chunk
-        return 0
+        return num_skipped_tokens(num_computed, self.window_or_chunk if self.attention == WINDOW else 0,
+                                  self.window_or_chunk if self.attention == LOCAL else 0)
 
     cdef bint has_blocks_to_skip(self, object request_id, Py_ssize_t num_computed) except -1:
         cdef Py_ssize_t num_tokens = self.num_skipped(num_computed), n
