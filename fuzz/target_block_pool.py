@@ -236,6 +236,11 @@ def cache_partial_block(d: Decisions) -> Call:
     return call
 
 
+def add_reference(d: Decisions) -> Call:
+    block = a_block(d)
+    return lambda half: half.pool.add_reference(block(half))
+
+
 def move_block_hashes(d: Decisions) -> Call:
     source, target = a_block(d), a_block(d)
     return lambda half: half.pool.move_block_hashes(source(half), target(half))
@@ -360,6 +365,7 @@ CALLS: list[Callable[[Decisions], Call]] = [
     *[allocate_ids, free_ids, touch_ids, find_prefix_ids, cache_ids] * 2,
     get_cached_block,
     move_block_hashes,
+    add_reference,
     unpin_blocks,
     evict_blocks,
     reset_prefix_cache,

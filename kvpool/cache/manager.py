@@ -17,7 +17,7 @@ Requests are read by attribute name, those of ``kvpool.Request`` and of vLLM's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.cache.blocks import KVCacheBlocks
 from kvpool.cache.checks import (
@@ -35,6 +35,8 @@ from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvpool.backend import KVCacheBlock, Request
+    from kvpool.cache.coordinator.base import BlocksByGroup
+    from kvpool.cache.managers.base import AllocationNote
     from kvpool.metrics.residency import KVCacheMetricsCollector
 
 # Statuses (by name, so that another engine's enumeration counts too) of requests that the watermark holds back.
@@ -50,6 +52,30 @@ _NUMBER_NAMES = (
     "num_computed_tokens",
 )
 _MAX_NUM_TOKENS = 2**62  # sums of two are in range of the native manager
+
+
+class _TokenCounts(NamedTuple):
+    """Numbers of tokens of one call of ``allocate_slots``.
+
+    Attributes:
+        local_computed: computed here, the hit included.
+        total_computed: the same with those from elsewhere, ``external_computed``.
+        computed: of them, those that ``max_model_len`` leaves room for.
+        processed: of those, the ones beyond any step in flight.
+        need_slot: those that need one after the call; main_model: without the look-ahead of drafts.
+        to_cache: the first ones, to be published where they fill blocks; -1: nothing is published now.
+        encoder: of the encoder's input.
+    """
+
+    local_computed: int
+    total_computed: int
+    external_computed: int
+    computed: int
+    processed: int
+    need_slot: int
+    main_model: int
+    to_cache: int
+    encoder: int
 
 
 class KVCacheManagerBase(KVCacheWithdrawal):
@@ -254,91 +280,124 @@ class KVCacheManagerBase(KVCacheWithdrawal):
             ) = map(to_count, _NUMBER_NAMES, numbers)
         if num_new_tokens == num_new_computed_tokens == num_external_computed_tokens == 0:
             raise InvalidArgumentError("nothing to allocate: num_new_tokens is 0, and there are no computed tokens")
-        coordinator, request_id = self.coordinator, request.request_id
-        num_local_computed_tokens = num_own_computed_tokens + num_new_computed_tokens
-        total_computed_tokens = num_local_computed_tokens + num_external_computed_tokens
-        computed_tokens = min(total_computed_tokens, self.max_model_len)
-        num_tokens_need_slot = min(computed_tokens + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        num_tokens_to_cache = min(computed_tokens + num_new_tokens, request.num_tokens)
-        num_tokens_main_model = min(computed_tokens + num_new_tokens, self.max_model_len)
-        if self.enable_caching and not delay_cache_blocks:
-            refuse_missing_hashes(request, num_tokens_to_cache, self.hash_block_size)
-            if num_tokens_to_cache > num_tokens_need_slot:
-                num_slots = max(num_tokens_need_slot, total_computed_tokens if num_external_computed_tokens else 0)
-                refuse_tokens_without_slots(coordinator, request, num_tokens_to_cache, num_slots)
+        local_computed = num_own_computed_tokens + num_new_computed_tokens
+        total_computed = local_computed + num_external_computed_tokens
+        computed = min(total_computed, self.max_model_len)
+        tokens = _TokenCounts(
+            local_computed=local_computed,
+            total_computed=total_computed,
+            external_computed=num_external_computed_tokens,
+            computed=computed,
+            processed=max(0, computed - request.num_in_flight_tokens),
+            need_slot=min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len),
+            main_model=min(computed + num_new_tokens, self.max_model_len),
+            to_cache=-1 if delay_cache_blocks else min(computed + num_new_tokens, request.num_tokens),
+            encoder=num_encoder_tokens,
+        )
         hits = self.empty_kv_cache_blocks.blocks if new_computed_blocks is None else new_computed_blocks.blocks
-        adopts_computed = hits is not self.empty_kv_cache_blocks.blocks or num_external_computed_tokens > 0
-        if adopts_computed:
-            if total_computed_tokens > max(self.max_model_len, request.num_tokens):
+        self._refuse_allocation(request, tokens, hits)
+        num_kept_free = 0
+        if has_scheduled_reqs and self.watermark_blocks and request.status.name in _STATUSES_NOT_RUNNING:
+            num_kept_free = self.watermark_blocks
+        if full_sequence_must_fit and not self._has_room_for_all(request, tokens, hits, num_kept_free):
+            return None
+        # Before anything is taken, so that fewer cached blocks are evicted. Steps in flight still read what lies in
+        # their windows, and rejected drafts take the boundary back.
+        self.coordinator.remove_skipped_blocks(
+            request.request_id, tokens.processed, num_prompt_tokens=request.num_prompt_tokens
+        )
+        notes = self._note_tables(request.request_id)
+        if not self._has_room(request, tokens, hits, num_kept_free + reserved_blocks):
+            self._undo_count(request.request_id, notes)
+            return None
+        return self._take_slots(request, tokens, hits, notes, skip_zeroing_group_ids)
+
+    # The steps of an allocation
+
+    def _refuse_allocation(self, request: Request, tokens: _TokenCounts, hits: BlocksByGroup) -> None:
+        """Raise what ``allocate_slots`` raises; changes nothing."""
+        coordinator, request_id = self.coordinator, request.request_id
+        if self.enable_caching and tokens.to_cache >= 0:
+            refuse_missing_hashes(request, tokens.to_cache, self.hash_block_size)
+            if tokens.to_cache > tokens.need_slot:
+                num_slots = max(tokens.need_slot, tokens.total_computed if tokens.external_computed else 0)
+                refuse_tokens_without_slots(coordinator, request, tokens.to_cache, num_slots)
+        if self._adopts_computed(tokens, hits):
+            if tokens.total_computed > max(self.max_model_len, request.num_tokens):
                 raise InvalidArgumentError(
-                    f"{total_computed_tokens} computed tokens are more than request {request_id!r} can have"
+                    f"{tokens.total_computed} computed tokens are more than request {request_id!r} can have"
                 )
             refuse_computed(coordinator, request_id, hits)
             if self.verify_hits:
                 refuse_stale_hits(
-                    coordinator.single_type_managers, request, hits, num_local_computed_tokens, total_computed_tokens
+                    coordinator.single_type_managers, request, hits, tokens.local_computed, tokens.total_computed
                 )
-
-        num_processed_tokens = max(0, computed_tokens - request.num_in_flight_tokens)
         for manager in coordinator.single_type_managers:
-            manager.refuse_lost_source(request_id, num_processed_tokens)
-        watermark_blocks = 0
-        if has_scheduled_reqs and self.watermark_blocks and request.status.name in _STATUSES_NOT_RUNNING:
-            watermark_blocks = self.watermark_blocks
-        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        if full_sequence_must_fit:
-            num_tokens = min(request.num_tokens, self.max_model_len)
-            num_blocks = coordinator.get_num_blocks_to_allocate(
-                request_id=request_id,
-                num_tokens=num_tokens,
-                new_computed_blocks=hits,
-                num_encoder_tokens=num_encoder_tokens,
-                total_computed_tokens=computed_tokens,
-                num_local_computed_tokens=num_local_computed_tokens,
-                num_tokens_main_model=num_tokens,
-                apply_admission_cap=True,
-                prefill_end=prefill_end,
-            )
-            if num_blocks + watermark_blocks > self.block_pool.get_num_free_blocks():
-                return None
+            manager.refuse_lost_source(request_id, tokens.processed)
 
-        # Before anything is taken, so that fewer cached blocks are evicted. Steps in flight still read what lies in
-        # their windows, and rejected drafts take the boundary back.
-        coordinator.remove_skipped_blocks(
-            request_id,
-            num_processed_tokens,
-            num_prompt_tokens=request.num_prompt_tokens,
-        )
-        notes = self._note_tables(request_id)
-        num_blocks = coordinator.get_num_blocks_to_allocate(
-            request_id=request_id,
-            num_tokens=num_tokens_need_slot,
+    def _adopts_computed(self, tokens: _TokenCounts, hits: BlocksByGroup) -> bool:
+        """Whether the request's tables are to begin with blocks that are computed already."""
+        return hits is not self.empty_kv_cache_blocks.blocks or tokens.external_computed > 0
+
+    def _has_room_for_all(
+        self, request: Request, tokens: _TokenCounts, hits: BlocksByGroup, num_kept_free: int
+    ) -> bool:
+        """Whether the free blocks suffice for all tokens that the request has, and so many are left over."""
+        num_tokens = min(request.num_tokens, self.max_model_len)
+        num_blocks = self.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=num_tokens,
             new_computed_blocks=hits,
-            num_encoder_tokens=num_encoder_tokens,
-            total_computed_tokens=total_computed_tokens,
-            num_local_computed_tokens=num_local_computed_tokens,
-            num_tokens_main_model=num_tokens_main_model,
-            prefill_end=prefill_end,
+            num_encoder_tokens=tokens.encoder,
+            total_computed_tokens=tokens.computed,
+            num_local_computed_tokens=tokens.local_computed,
+            num_tokens_main_model=num_tokens,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
         )
-        if num_blocks + watermark_blocks > self.block_pool.get_num_free_blocks() - reserved_blocks:
-            self._undo_count(request_id, notes)
-            return None
+        return num_blocks + num_kept_free <= self.get_num_free_blocks()
+
+    def _has_room(self, request: Request, tokens: _TokenCounts, hits: BlocksByGroup, num_kept_free: int) -> bool:
+        """Whether the free blocks suffice for this step, and so many are left over. Mamba groups note the state that
+        the step is to keep."""
+        num_blocks = self.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=tokens.need_slot,
+            new_computed_blocks=hits,
+            num_encoder_tokens=tokens.encoder,
+            total_computed_tokens=tokens.total_computed,
+            num_local_computed_tokens=tokens.local_computed,
+            num_tokens_main_model=tokens.main_model,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+        return num_blocks + num_kept_free <= self.get_num_free_blocks()
+
+    def _take_slots(
+        self,
+        request: Request,
+        tokens: _TokenCounts,
+        hits: BlocksByGroup,
+        notes: Sequence[AllocationNote],
+        skip_zeroing_group_ids: Sequence[int],
+    ) -> KVCacheBlocks:
+        """Extend the tables and publish what is full, or leave them as the notes say."""
+        coordinator, request_id = self.coordinator, request.request_id
         try:
-            if adopts_computed:
+            if self._adopts_computed(tokens, hits):
                 coordinator.allocate_new_computed_blocks(
                     request_id=request_id,
                     new_computed_blocks=hits,
-                    num_local_computed_tokens=num_local_computed_tokens,
-                    num_external_computed_tokens=num_external_computed_tokens,
+                    num_local_computed_tokens=tokens.local_computed,
+                    num_external_computed_tokens=tokens.external_computed,
                     skip_zeroing_group_ids=skip_zeroing_group_ids,
                 )
             new_blocks = coordinator.allocate_new_blocks(
-                request_id, num_tokens_need_slot, num_tokens_main_model, num_encoder_tokens
+                request_id, tokens.need_slot, tokens.main_model, tokens.encoder
             )
-            if not delay_cache_blocks:
-                coordinator.cache_blocks(request, num_tokens_to_cache)
+            if tokens.to_cache >= 0:
+                coordinator.cache_blocks(request, tokens.to_cache)
         except BaseException:  # counts that don't belong together: a group needs more than was foreseen
-            self._undo_allocation(request, num_local_computed_tokens, notes, hits)
+            self._undo_allocation(request, tokens.local_computed, notes, hits)
             raise
         return self.create_kv_cache_blocks(new_blocks)
 
@@ -385,6 +444,11 @@ class KVCacheManagerBase(KVCacheWithdrawal):
             self.coordinator.cache_blocks(request, num_computed_tokens)
 
     # Giving back
+
+    def free_copied_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give back the references of ``take_kv_cache_block_copies``, once the copies are made or can't be overtaken.
+        O(blocks)."""
+        self.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
         """Give all blocks of the request back, the last ones to be reused first. Nothing happens if it has none."""

@@ -1,13 +1,14 @@
 """What can be asked of a KV cache manager: tables, statistics, events, and whether a sequence can fit at all.
 
-Nothing here changes a block. The calls named ``take_...`` empty a list of news, ``make_prefix_cache_stats`` starts
-its counts anew.
+Nothing here changes a block. The calls named ``take_...`` return what has come up since the last call, and
+``make_prefix_cache_stats`` starts its counts anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache.blocks import KVCacheBlockCopy, KVCacheBlocks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvpool")
 
-# A request that has nothing yet; no string, so that it can be nobody's id.
+# The id of a request that has nothing yet, for counting; no string, so that no request has it.
 _NOBODY: Any = object()
 
 
@@ -67,6 +68,22 @@ class KVCacheQueries:
         share: float = self.block_pool.get_usage()
         return share
 
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be allocated now, cached ones that nobody uses included. O(1)."""
+        num_blocks: int = self.block_pool.get_num_free_blocks()
+        return num_blocks
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks of the pool that requests can have: all but the null block."""
+        num_blocks: int = self.block_pool.num_gpu_blocks
+        return num_blocks - 1
+
+    @property
+    def enable_partial_hash_hits(self) -> bool:
+        """Whether a hit may end inside a block."""
+        return self.coordinator.enable_partial_hash_hits
+
     def get_num_required_blocks(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         """The most blocks that a sequence takes at a time on its way to ``num_tokens`` tokens, over all groups, without
         any hit. Longer than ``max_model_len`` counts as that.
@@ -88,13 +105,12 @@ class KVCacheQueries:
             apply_admission_cap=True,
             prefill_end=num_tokens,
         )
-        self.coordinator.free(_NOBODY)
         for group in self.kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
                 # One running state is counted. While a step writes the next one, the state before is still needed, and
                 # one that is cached inside its block is copied.
-                num_blocks += int(num_tokens > spec.block_size) + int(self.coordinator.enable_partial_hash_hits)
+                num_blocks += int(num_tokens > spec.block_size) + int(self.enable_partial_hash_hits)
         return num_blocks
 
     def can_ever_fit(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
@@ -103,8 +119,7 @@ class KVCacheQueries:
 
         vLLM: nothing; such a request blocks its queue.
         """
-        num_usable_blocks: int = self.block_pool.num_gpu_blocks - 1
-        return self.get_num_required_blocks(num_tokens, num_encoder_tokens) <= num_usable_blocks
+        return self.get_num_required_blocks(num_tokens, num_encoder_tokens) <= self.num_usable_blocks
 
     # Tables
 
@@ -119,6 +134,31 @@ class KVCacheQueries:
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The ids in the request's tables, one list per group."""
         return self.get_blocks(request_id).get_block_ids()
+
+    def find_miscounted_block(self, request_ids: Iterable[str]) -> str | None:
+        """What is wrong, if the requests are all that have blocks: a block with other than as many references as tables
+        that it is in, or one in no table that is not free. None if nothing is. O(blocks).
+
+        Raises:
+            InvariantError: the pool itself is broken, see ``BlockPool.check``.
+        """
+        pool = self.block_pool
+        users = Counter(
+            block_id
+            for request_id in request_ids
+            for table in self.get_block_ids(request_id)
+            for block_id in table
+            if block_id != pool.null_block.block_id
+        )
+        for block_id, count in users.items():
+            ref_cnt = pool.blocks[block_id].ref_cnt
+            if ref_cnt != count:
+                return f"block {block_id} has ref_cnt {ref_cnt} and is in {count} block tables"
+        num_free, expected = self.get_num_free_blocks(), self.num_usable_blocks - len(users)
+        if num_free != expected:
+            return f"{num_free} free blocks, {expected} in no table"
+        pool.check()
+        return None
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Per group, how many leading blocks all requests that hold blocks have in common; for kernels that compute a
@@ -161,7 +201,7 @@ class KVCacheQueries:
         ]
         return min(longest_by_group, default=0)
 
-    # Statistics and news
+    # Statistics, and what has come up since the last call
 
     def prefix_cache_lookup_enabled(self, request: Request) -> bool:
         """Whether the request may be given cached blocks."""

@@ -159,15 +159,15 @@ class GenerateSession:
             engine.scheduler.finish_requests(None)
             raise
         seconds = time.perf_counter() - start
-        stats, pool = engine.scheduler.make_stats(), engine.scheduler.kv_cache_manager.block_pool
+        stats, manager = engine.scheduler.make_stats(), engine.scheduler.kv_cache_manager
         return GenerateReport(
             tokens=tokens,
             num_prompt_tokens=[len(prompt) for prompt in self.prompts],
             num_hit_tokens=num_hit_tokens,
             num_preemptions=stats.num_preemptions,
             num_steps=stats.num_steps,
-            num_blocks=pool.num_gpu_blocks,
-            num_free_blocks=pool.get_num_free_blocks(),
+            num_blocks=manager.kv_cache_config.num_blocks,
+            num_free_blocks=manager.get_num_free_blocks(),
             seconds=seconds,
             first_token_seconds=first_token_seconds,
             errors=errors,

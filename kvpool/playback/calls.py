@@ -258,6 +258,11 @@ def _pool_move_block_hashes(on: Implementation, op: ops.PoolMoveBlockHashes, req
     return NOTHING
 
 
+def _pool_add_reference(on: Implementation, op: ops.PoolAddReference, requests: Requests) -> Outcome:
+    on.pool.add_reference(on.block(op.block_id))
+    return NOTHING
+
+
 def _pool_unpin_blocks(on: Implementation, op: ops.PoolUnpinBlocks, requests: Requests) -> Outcome:
     on.pool.unpin_blocks(on.blocks_of(op.block_ids), _do_nothing)
     return NOTHING
@@ -316,6 +321,7 @@ _CALLS: dict[type[Operation], Callable[[Implementation, Any, Requests], Outcome]
     ops.PoolCacheFullBlocks: _pool_cache_full_blocks,
     ops.PoolCachePartialBlock: _pool_cache_partial_block,
     ops.PoolMoveBlockHashes: _pool_move_block_hashes,
+    ops.PoolAddReference: _pool_add_reference,
     ops.PoolUnpinBlocks: _pool_unpin_blocks,
     ops.PoolEvictBlocks: _pool_evict_blocks,
     ops.PoolResetPrefixCache: _pool_reset_prefix_cache,

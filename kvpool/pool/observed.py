@@ -225,6 +225,17 @@ class BlockPoolBase(PoolEvents[BlockT]):
             # The first one is the primary hash, and only for that does the number of tokens count.
             self._insert_block_hash(key, dst_block, num_tokens)
 
+    def add_reference(self, block: BlockT) -> None:
+        """One more reference to a block in use: for a copy under way, which no metrics collector is told of. O(1).
+
+        Raises:
+            BlockStateError: the block is free, null, of another pool or of none.
+        """
+        self._refuse_foreign(block)
+        if block.is_null or block.ref_cnt < 1:
+            raise BlockStateError(f"only a block in use can have one reference more, not {block!r}")
+        block.ref_cnt += 1
+
     def unpin_blocks(self, blocks: Iterable[BlockT], on_reuse: Callable[[BlockT], None]) -> None:
         """Give one reference of each entry back while the contents are still being read by somebody.
 

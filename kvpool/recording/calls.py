@@ -497,6 +497,13 @@ class RecordedPoolCalls(_PoolBase):
         )
         return None
 
+    def add_reference(self, block: KVCacheBlock) -> None:
+        recorder, call = self._recorder, super().add_reference
+        if recorder is None or not recorder.takes_calls:
+            return call(block)
+        recorder.call(lambda: call(block), lambda: ("pool.add_reference", self._own_id(block)), _nothing)
+        return None
+
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         recorder, call = self._recorder, super().unpin_blocks
         if recorder is None or not recorder.takes_calls:

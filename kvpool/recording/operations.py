@@ -401,6 +401,10 @@ class PoolMoveBlockHashes(Operation, tag="pool.move_block_hashes"):
     dst_block_id: Count
 
 
+class PoolAddReference(Operation, tag="pool.add_reference"):
+    block_id: Count
+
+
 class PoolUnpinBlocks(Operation, tag="pool.unpin_blocks"):
     block_ids: Packed
 

@@ -55,7 +55,7 @@ def require_fit(request: Request, manager: KVCacheManager) -> None:
             f"block_hasher of {manager.hash_block_size} tokens per block"
         )
     num_tokens = max_num_computed_tokens(request, manager.max_model_len)
-    needed, existing = manager.get_num_required_blocks(num_tokens), manager.block_pool.num_gpu_blocks - 1
+    needed, existing = manager.get_num_required_blocks(num_tokens), manager.num_usable_blocks
     if needed > existing:
         parts = f"{num_prompt_tokens} of the prompt and {num_tokens - num_prompt_tokens} generated"
         raise RequestTooLargeError(

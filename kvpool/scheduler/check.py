@@ -74,19 +74,5 @@ def _check_in_flight(scheduler: RequestLifecycle) -> None:
 
 
 def _check_blocks(scheduler: RequestLifecycle) -> None:
-    manager = scheduler.kv_cache_manager
-    pool = manager.block_pool
-    users = Counter(
-        block_id
-        for request in scheduler.running
-        for table in manager.get_block_ids(request.request_id)
-        for block_id in table
-        if block_id != pool.null_block.block_id
-    )
-    for block_id, count in users.items():
-        ref_cnt = pool.blocks[block_id].ref_cnt
-        _require(ref_cnt == count, 6, f"block {block_id} has ref_cnt {ref_cnt} and is in {count} block tables")
-    num_free = pool.get_num_free_blocks()
-    expected = pool.num_gpu_blocks - 1 - len(users)
-    _require(num_free == expected, 6, f"{num_free} free blocks, {expected} in no table")
-    pool.check()
+    wrong = scheduler.kv_cache_manager.find_miscounted_block(request.request_id for request in scheduler.running)
+    _require(wrong is None, 6, wrong or "")

@@ -33,9 +33,7 @@ class MambaSplit:
         self._max_prefill_tokens = max_prefill_tokens
         self._hash_block_size = manager.hash_block_size
         self._drops_last_block = manager.use_eagle
-        self._has_partial_hits = (
-            manager.hash_block_size < self._block_size and manager.coordinator.enable_partial_hash_hits
-        )
+        self._has_partial_hits = manager.hash_block_size < self._block_size and manager.enable_partial_hash_hits
         self._keeps_shared_prefix = self._has_partial_hits and manager.mamba_shared_prefix_checkpoint
 
     @staticmethod

@@ -186,8 +186,7 @@ class Scheduler(StepWithdrawal):
     def _has_blocks_for_decode(self, num_requests: int) -> bool:
         """Whether that many requests get a token each without a preemption, even if all need a new block."""
         manager = self.kv_cache_manager
-        num_free_blocks: int = manager.block_pool.get_num_free_blocks()
-        return num_free_blocks >= num_requests * manager.num_kv_cache_groups
+        return manager.get_num_free_blocks() >= num_requests * manager.num_kv_cache_groups
 
     def _schedule_decode(self, requests: list[Request], step: Step) -> None:
         """One token for each, in one call of the manager."""
@@ -321,7 +320,7 @@ class Scheduler(StepWithdrawal):
         after the copy."""
         copies, retained_blocks = self.kv_cache_manager.take_kv_cache_block_copies()
         if retained_blocks:
-            self.kv_cache_manager.block_pool.free_blocks(retained_blocks)
+            self.kv_cache_manager.free_copied_blocks(retained_blocks)
         return [(copy.src_block_id, copy.dst_block_id) for copy in copies]
 
     def _start_computing(self, step: Step) -> list[str]:

@@ -60,6 +60,9 @@ class TriedBefore(Stack):
 
     def try_and_allocate(self, request: Any, num_new_tokens: int, **options: Any) -> Any:
         manager = self.manager
+        asked = state_of(manager)
+        manager.get_num_required_blocks(request.num_tokens, 3)
+        assert state_of(manager) == asked
         computed = request.num_computed_tokens + options.get("num_new_computed_tokens", 0)
         # Is not undone: no token attends to these blocks any more.
         manager.remove_skipped_blocks(

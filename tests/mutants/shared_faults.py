@@ -65,8 +65,8 @@ SHARED_FAULTS = [
         (
             Edit(
                 OPERATIONS,
-                "_to_cache = min(computed_tokens + num_new_tokens, request.num_tokens)",
-                "_to_cache = min(computed_tokens + num_new_tokens + num_lookahead_tokens, request.num_tokens)",
+                "else min(computed + num_new_tokens, request.num_tokens)",
+                "else min(computed + num_new_tokens + num_lookahead_tokens, request.num_tokens)",
             ),
         ),
         ((manager("full", "reference"), manager("two_full", "reference")),),
@@ -77,8 +77,8 @@ SHARED_FAULTS = [
         (
             Edit(
                 OPERATIONS,
-                "            if not delay_cache_blocks:\n                coordinator.cache_blocks",
-                "            if True:\n                coordinator.cache_blocks",
+                "to_cache=-1 if delay_cache_blocks else",
+                "to_cache=-1 if not self else",
             ),
         ),
         ((manager("full", "native"), manager("hybrid", "native"), manager("two_full", "reference")),),

@@ -169,6 +169,20 @@ def test_hashes_move_to_a_copy(make_pool: Any, make_request: Any) -> None:
     assert state_of(pool) == before
 
 
+def test_a_reference_more_for_a_copy_under_way(make_pool: Any, make_request: Any, backend: Any) -> None:
+    pool = make_pool(5, hash_block_size=2, enable_kv_cache_events=True)
+    block, other = pool.get_new_blocks(2)
+    pool.add_reference(block)
+    assert (block.ref_cnt, pool.get_num_free_blocks()) == (2, 2)
+    pool.free_blocks([block])
+    pool.free_blocks([other])
+    before = state_of(pool)
+    for wrong in (other, pool.null_block, backend.KVCacheBlock(1), make_pool(3).get_new_blocks(1)[0]):
+        with pytest.raises(BlockStateError):
+            pool.add_reference(wrong)
+    assert state_of(pool) == before
+
+
 def test_a_block_with_only_secondary_hashes_is_no_target(make_pool: Any) -> None:
     pool = make_pool(4)
     pool.cached_block_hash_to_block.insert(lookup_key(b"x"), pool.blocks[2])

@@ -301,7 +301,7 @@ class SingleTypeKVCacheManager(ABC):
         copy live until the contents are copied, so that neither is reused before."""
         self.req_to_blocks[request_id][block_idx] = cow_block
         self._pending_cow_copies.append((source_block, cow_block))
-        cow_block.ref_cnt += 1
+        self.block_pool.add_reference(cow_block)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None

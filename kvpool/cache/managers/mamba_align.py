@@ -218,7 +218,7 @@ class AlignedMambaBlocks(SingleTypeKVCacheManager):
         # The copy is asked for before it can be hit: whoever is interrupted here takes back what was asked for.
         self._pending_cow_copies.append((source_block, cow_block))
         self.block_pool.move_block_hashes(source_block, cow_block)
-        source_block.ref_cnt += 1
+        self.block_pool.add_reference(source_block)
         if cow_block.block_hash is not None:
             self.cached_blocks_this_step.add(cow_block.block_hash)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cache.managers.base import PrefixHit, PrefixLookup, SingleTypeKVCacheManager, refuse_context_parallelism
 from kvpool.cache.spec import KVCacheSpec, SlidingWindowSpec, ceil_div
+from kvpool.errors import InvalidArgumentError
 from kvpool.hashing.block_hash import resolve_block_hashes
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         final_segment_end_block: int | None = None,
     ) -> list[bool] | None:
         """See the base class: only the window before a place where hits can end is reachable. O(blocks)."""
+        if not isinstance(kv_cache_spec, SlidingWindowSpec):
+            raise InvalidArgumentError(f"a sliding window is masked for another spec: {kv_cache_spec!r}")
         refuse_context_parallelism(dcp_world_size, 1)
         block_size = kv_cache_spec.block_size
         if alignment_tokens is None or alignment_tokens % block_size:

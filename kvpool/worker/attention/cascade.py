@@ -1,8 +1,8 @@
 """Attention that reads the leading blocks which requests share once for all of them, by plain torch.
 
 The queries of requests with the same leading blocks, as many rows of one, see the keys of these blocks; what a request
-has of its own is read as by the backend "gather"; the two are weighed by the sums of their exponentials. Equal block ids
-are the same tokens, so ids are all that has to be compared.
+has of its own is read as by the backend "gather"; the two are weighed by the sums of their exponentials. Equal block
+ids are the same tokens, so ids are all that has to be compared.
 
 Decodes and prefill chunks alike take part; windows and capped scores go the way of "gather".
 """
