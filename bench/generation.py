@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from kvpool.engine.model_source import ModelSource, find_model
-from kvpool.engine.session import GenerateSession
-from kvpool.engine.settings import GenerateSettings
+from kvpool.engine.session import GenerateSession, GenerateSettings
 
 SEED = 7
 LONGEST_SUFFIX = 10

@@ -5,7 +5,7 @@ python examples/replay_trace.py [TRACE]     JSON lines, also .gz and .zst; witho
 
 import sys
 
-from kvpool.replay.drivers import default_implementations, make_driver
+from kvpool.replay.implementations import default_implementations, make_target
 from kvpool.replay.policies import compute_curve, default_curve_sizes
 from kvpool.replay.simulator import ReplaySettings, check_same, simulate
 from kvpool.replay.synthetic import generate_trace
@@ -20,8 +20,8 @@ def main() -> None:
 
     settings = ReplaySettings(num_blocks=2 * trace.max_blocks_needed(BLOCK_SIZE), block_size=BLOCK_SIZE)
     names = default_implementations()  # native, and reference: its pure-Python twin
-    drivers = [make_driver(name, settings.num_blocks, BLOCK_SIZE) for name in names]
-    results = [simulate(trace, driver, settings) for driver in drivers]
+    targets = [make_target(name, settings.num_blocks, BLOCK_SIZE) for name in names]
+    results = [simulate(trace, target, settings) for target in targets]
     check_same(results)  # equal hits and block ids for each request, or ReplayMismatchError
     for result in results:
         print(

@@ -17,13 +17,48 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from kvpool.cache.dtypes import DTYPE_BYTES, dtype_name
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAMBA_CACHE_MODES = ("none", "align", "all")
+
+# Bytes of an element, by name; torch and numpy, whose dtype objects are accepted, are not imported.
+DTYPE_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+DTYPE_ALIASES = {
+    "double": "float64",
+    "float": "float32",
+    "half": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype given by name or as an object of torch or numpy. InvalidArgumentError if it is unknown."""
+    name = str(dtype).removeprefix("torch.")
+    name = DTYPE_ALIASES.get(name, name)
+    if name not in DTYPE_BYTES:
+        raise InvalidArgumentError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPE_BYTES)}")
+    return name
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvpool.engine.report import GenerateReport
-    from kvpool.engine.settings import GenerateSettings
+    from kvpool.engine.session import GenerateSettings
     from kvpool.worker.models.tokenizer import Tokenizer
 
 EXAMPLE_PROMPT = "A paged KV cache is"
@@ -141,7 +141,7 @@ def generate(
     """
     with clean_errors():
         from kvpool.engine.prompts import read_prompts
-        from kvpool.engine.settings import GenerateSettings
+        from kvpool.engine.session import GenerateSettings
         from kvpool.requests.sampling_params import SamplingParams
 
         if dtype not in DTYPES:
@@ -215,7 +215,7 @@ def _keep_libraries_quiet() -> None:
 
 
 def _choose_device(name: str | None) -> str:
-    from kvpool.worker.memory.devices import check_device, default_device
+    from kvpool.worker.memory.device_memory import check_device, default_device
 
     if name is None:
         return default_device()

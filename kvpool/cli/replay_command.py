@@ -180,7 +180,7 @@ def replay(
 
 
 def _parse_names(text: str | None) -> list[str]:
-    from kvpool.replay.drivers import IMPLEMENTATIONS, default_implementations
+    from kvpool.replay.implementations import IMPLEMENTATIONS, default_implementations
 
     if text is None:
         return default_implementations()
@@ -217,11 +217,11 @@ def _check_outputs(json_path: str | None, plot_path: Path | None) -> None:
 
 def _check_available(names: list[str], block_size: int, over: str) -> None:
     """Makes the smallest pool of each: an implementation that is missing shows now, not after the others have run."""
-    from kvpool.replay.drivers import make_driver
+    from kvpool.replay.implementations import make_target
     from kvpool.replay.simulator import MIN_NUM_BLOCKS
 
     for name in names:
-        make_driver(name, MIN_NUM_BLOCKS, block_size, over)
+        make_target(name, MIN_NUM_BLOCKS, block_size, over)
 
 
 def _load_trace(
@@ -259,15 +259,15 @@ def _default_blocks(trace: Trace, block_size: int) -> int:
 
 
 def _run_all(trace: Trace, settings: ReplaySettings, names: list[str]) -> list[ReplayResult]:
-    from kvpool.replay.drivers import make_driver
+    from kvpool.replay.implementations import make_target
     from kvpool.replay.simulator import check_same, simulate
 
     results = []
     for name in names:
-        driver = make_driver(name, settings.num_blocks, settings.block_size, settings.over)
+        target = make_target(name, settings.num_blocks, settings.block_size, settings.over)
         with progress(name, total=len(trace.requests)) as advance:
-            results.append(simulate(trace, driver, settings, advance))
-        del driver  # before the next pool is made: two large ones of block objects may not fit
+            results.append(simulate(trace, target, settings, advance))
+        del target  # before the next pool is made: two large ones of block objects may not fit
     check_same(results)
     return results
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ from kvpool.cache.spec import KVCacheConfig, KVCacheGroupSpec, ceil_div
 from kvpool.engine.model_source import ModelSource
 from kvpool.engine.prompts import encode_prompts
 from kvpool.engine.report import GenerateReport
-from kvpool.engine.settings import GenerateSettings
 from kvpool.errors import InvalidArgumentError
+from kvpool.requests.sampling_params import SamplingParams
 from kvpool.scheduler import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -29,6 +30,37 @@ STEP_SECONDS = 300.0
 """Until workers have answered a step."""
 
 OnTokens = Callable[[int, list[int], bool], None]
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """Limits and options of a run.
+
+    Attributes:
+        block_size: tokens per block.
+        num_blocks: of the pool, the null block included; None: what all prompts need at once, as far as memory goes.
+        max_num_batched_tokens, max_num_seqs: tokens and requests of a step.
+        max_new_tokens: per prompt.
+        dtype, device: of weights and cache.
+        attention: backend, see ``kvpool.worker.attention``; None for the best that is here.
+        tensor_parallel: ranks.
+        enable_prefix_caching: share and keep prefixes.
+        ignore_eos: generate on behind the model's end of sequence.
+        sampling_params: of all prompts.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    max_new_tokens: int = 64
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention: str | None = None
+    tensor_parallel: int = 1
+    enable_prefix_caching: bool = True
+    ignore_eos: bool = False
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
 
 def num_blocks_needed(prompts: Sequence[Sequence[int]], settings: GenerateSettings, num_groups: int) -> int:
@@ -205,7 +237,7 @@ class GenerateSession:
 
     def _choose_num_blocks(self, groups: list[KVCacheGroupSpec]) -> int:
         """As many as were asked for, else as the prompts need or the memory has room for."""
-        from kvpool.worker.memory.devices import num_blocks_that_fit
+        from kvpool.worker.memory.device_memory import num_blocks_that_fit
 
         if self.settings.num_blocks is not None:
             return self.settings.num_blocks

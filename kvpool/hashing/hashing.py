@@ -1,7 +1,7 @@
-"""What is rare in block hashing, written once over the primitives of the native base or of the reference.
+"""``BlockHasherBase``: which algorithms there are, how a hasher is made, and the blocks that are not plain.
 
-Rare means: a hasher is made, a block has extra keys, its tokens are no plain ints, or a token list got shorter. The
-primitives are ``_hash_plain_blocks`` and ``_hash_plain_block``.
+Plain blocks, whose tokens are plain ints and which have no extra keys, are hashed by the halves
+(``kvpool.native.block_hasher``, ``kvpool.reference.block_hasher``): ``_hash_plain_blocks`` and ``_hash_plain_block``.
 
 The hash of a block is the digest of ``(hash of the block before, tuple of its tokens, extra keys or None)``, serialized
 by pickle or as canonical CBOR. Engines that share a cache have to agree on every byte of that.
@@ -21,7 +21,8 @@ from typing import Any
 
 from kvpool.common.arguments import show, to_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.hashing.block_hash import BlockHash, ExtraKeys, generate_block_hash_extra_keys
+from kvpool.hashing.block_hash import BlockHash
+from kvpool.hashing.extra_keys import ExtraKeys, generate_block_hash_extra_keys
 
 DEFAULT_SEED = "vllm-none-hash"  # vLLM's: engines of either kind that share a cache start their chains alike
 RANDOM_SEED_BYTES = 32

@@ -23,13 +23,15 @@ from kvpool.events.wire import (
 from kvpool.hashing.block_hash import (
     BlockHash,
     BlockHashWithGroupId,
-    ExtraKeys,
-    generate_block_hash_extra_keys,
     get_block_hash,
     get_group_id,
-    has_extra_keys,
     make_block_hash_with_group_id,
     select_block_hashes,
+)
+from kvpool.hashing.extra_keys import (
+    ExtraKeys,
+    generate_block_hash_extra_keys,
+    has_extra_keys,
     to_event_extra_keys,
 )
 from kvpool.pool.interface import BlockPoolHalf, BlockT

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.drivers import make_driver
+from kvpool.replay.implementations import make_target
 from kvpool.replay.simulator import MIN_NUM_BLOCKS, ReplaySettings, simulate
 from kvpool.replay.trace import Trace, TraceRequest, block_hashes
 
@@ -219,8 +219,8 @@ def _compute_point(
     on_progress: Callable[[int], None],
 ) -> CurvePoint:
     block_size, capacity = settings.block_size, settings.num_usable_blocks
-    driver = make_driver(implementation, settings.num_blocks, block_size, settings.over)
-    result = simulate(trace, driver, settings, on_progress)
+    target = make_target(implementation, settings.num_blocks, block_size, settings.over)
+    result = simulate(trace, target, settings, on_progress)
     admitted = [
         index for index, request in enumerate(trace.requests) if request.num_blocks_needed(block_size) <= capacity
     ]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import KvpoolError
-from kvpool.replay.drivers import LAYERS
+from kvpool.replay.implementations import LAYERS
 from kvpool.replay.policies import CurvePoint
 from kvpool.replay.simulator import ReplayResult, ReplaySettings, Timeline
 from kvpool.replay.trace import Trace

@@ -28,8 +28,8 @@ from typing import Any
 
 from kvpool.common.arguments import show
 from kvpool.errors import InvalidArgumentError, KvpoolError
-from kvpool.replay.driver import Driver
-from kvpool.replay.drivers import LAYERS
+from kvpool.replay.implementations import LAYERS
+from kvpool.replay.target import ReplayTarget
 from kvpool.replay.trace import Trace, TraceRequest, block_hashes
 
 DEFAULT_PREFILL_RATE = 20_000.0
@@ -148,36 +148,36 @@ class ReplayResult:
 
 
 def simulate(
-    trace: Trace, driver: Driver[Any], settings: ReplaySettings, on_progress: Callable[[int], None] | None = None
+    trace: Trace, target: ReplayTarget[Any], settings: ReplaySettings, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
-    """Replays ``trace`` over the driver's pool, which must be new and of ``settings.num_blocks`` blocks.
+    """Replays ``trace`` over the target's pool, which must be new and of ``settings.num_blocks`` blocks.
 
     on_progress: called now and then with the number of requests that have arrived. The garbage collector is off
     meanwhile, as in timeit: a collection would be charged to whichever call sets it off. Raises TraceError for a block
     size that doesn't fit the trace. O(blocks of all prompts and outputs).
     """
     trace.check_block_size(settings.block_size)
-    if driver.num_blocks != settings.num_blocks:
-        raise InvalidArgumentError(f"the driver's pool has {driver.num_blocks} blocks, not {settings.num_blocks}")
+    if target.num_blocks != settings.num_blocks:
+        raise InvalidArgumentError(f"the target's pool has {target.num_blocks} blocks, not {settings.num_blocks}")
     is_collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        return _Simulation(trace, driver, settings).run(on_progress)
+        return _Simulation(trace, target, settings).run(on_progress)
     finally:
         if is_collecting:
             gc.enable()
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, driver: Driver[Any], settings: ReplaySettings) -> None:
+    def __init__(self, trace: Trace, target: ReplayTarget[Any], settings: ReplaySettings) -> None:
         self._trace = trace
-        self._driver = driver
+        self._target = target
         self._settings = settings
-        self._result = ReplayResult(driver.name)
+        self._result = ReplayResult(target.name)
         self._queue: deque[TraceRequest] = deque()
-        self._head: Any = None  # the driver's form of the request at the head of the queue, once looked up
-        self._running: list[tuple[float, int, Any]] = []  # heap of (finish time, order of admission, driver's form)
+        self._head: Any = None  # the target's form of the request at the head of the queue, once looked up
+        self._running: list[tuple[float, int, Any]] = []  # heap of (finish time, order of admission, target's form)
 
     def run(self, on_progress: Callable[[int], None] | None) -> ReplayResult:
         for index, request in enumerate(self._trace.requests):
@@ -186,15 +186,15 @@ class _Simulation:
             if on_progress is not None and index % _PROGRESS_INTERVAL == 0:
                 on_progress(index + 1)
         self._finish_until(math.inf)
-        self._result.manager_ns = self._driver.manager_ns
-        self._result.evicted_blocks = self._driver.evicted_blocks
+        self._result.manager_ns = self._target.manager_ns
+        self._result.evicted_blocks = self._target.evicted_blocks
         return self._result
 
     def _finish_until(self, end_ms: float) -> None:
         while self._running and self._running[0][0] <= end_ms:
             now = self._running[0][0]
             while self._running and self._running[0][0] == now:
-                self._driver.free(heapq.heappop(self._running)[2])
+                self._target.free(heapq.heappop(self._running)[2])
             self._serve_queue(now)
             self._record_state(now)
 
@@ -215,13 +215,13 @@ class _Simulation:
             self._result.total_queue_ms += now - request.timestamp_ms
 
     def _admit(self, request: TraceRequest, now: float) -> bool:
-        driver = self._driver
+        target = self._target
         served = self._head
         if served is None:
             hashes = block_hashes(request, self._settings.block_size, self._trace.trace_block_size)
-            served = driver.prepare(request, hashes)
-        num_hits = driver.find_prefix(served)
-        if not driver.admit(served):
+            served = target.prepare(request, hashes)
+        num_hits = target.find_prefix(served)
+        if not target.admit(served):
             self._head = served
             return False
         self._head = None
@@ -232,7 +232,7 @@ class _Simulation:
 
     def _record_admission(self, request: TraceRequest, num_hits: int, served: Any) -> None:
         result = self._result
-        block_ids = self._driver.block_ids(served)
+        block_ids = self._target.block_ids(served)
         result.prompt_tokens += request.input_length
         result.hit_tokens += num_hits * self._settings.block_size
         result.prompt_blocks += request.num_full_prompt_blocks(self._settings.block_size)
@@ -243,7 +243,7 @@ class _Simulation:
         result.admissions.block_id_crcs.append(zlib.crc32(block_ids.data))
 
     def _num_blocks_in_use(self) -> int:
-        return self._settings.num_usable_blocks - self._driver.num_free_blocks()
+        return self._settings.num_usable_blocks - self._target.num_free_blocks()
 
     def _record_state(self, now: float) -> None:
         timeline = self._result.timeline

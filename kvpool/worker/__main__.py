@@ -197,7 +197,7 @@ def _clean_errors() -> Iterator[None]:
 
 
 def _run(connection: WorkerConnection, ranks: Ranks, rendezvous: Path | None, options: WorkerOptions) -> None:
-    from kvpool.worker.memory.devices import check_device, default_device
+    from kvpool.worker.memory.device_memory import check_device, default_device
 
     with ExitStack() as stack:
         try:
@@ -243,7 +243,7 @@ def _make_runner(ranks: Ranks, device: Any, options: WorkerOptions) -> ModelRunn
 
 def _choose_num_blocks(groups: list[KVCacheGroupSpec], ranks: Ranks, device: Any, config: Any) -> int:
     """Enough for all sequences at their longest, or the most for which every rank has memory."""
-    from kvpool.worker.memory.devices import num_blocks_that_fit
+    from kvpool.worker.memory.device_memory import num_blocks_that_fit
 
     needed = 1 + config.max_num_seqs * num_blocks_per_request(
         groups, config.max_model_len, config.max_num_batched_tokens

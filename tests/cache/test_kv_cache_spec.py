@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache.dtypes import DTYPE_BYTES, dtype_name
 from kvpool.cache.spec import (
+    DTYPE_BYTES,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -18,6 +18,7 @@ from kvpool.cache.spec import (
     MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    dtype_name,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )

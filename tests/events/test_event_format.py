@@ -10,7 +10,7 @@ from pool_state import event_fields
 from token_requests import Lora, Picture
 
 from kvpool.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, to_external_block_hash
-from kvpool.hashing.block_hash import generate_block_hash_extra_keys, to_event_extra_keys
+from kvpool.hashing.extra_keys import generate_block_hash_extra_keys, to_event_extra_keys
 
 INT_SWITCH = "KVPOOL_KV_EVENTS_USE_INT_BLOCK_HASHES"
 

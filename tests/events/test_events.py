@@ -20,7 +20,7 @@ from kvpool.events.wire import (
     BlockRemoved,
     BlockStored,
 )
-from kvpool.hashing.block_hash import generate_block_hash_extra_keys, to_event_extra_keys
+from kvpool.hashing.extra_keys import generate_block_hash_extra_keys, to_event_extra_keys
 
 INT_SWITCH = "KVPOOL_KV_EVENTS_USE_INT_BLOCK_HASHES"
 

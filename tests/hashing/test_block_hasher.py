@@ -24,7 +24,7 @@ import kvpool.backend
 import kvpool.reference.block_hasher
 from kvpool.errors import InvalidArgumentError
 from kvpool.hashing import hashing, openssl
-from kvpool.hashing.block_hash import generate_block_hash_extra_keys
+from kvpool.hashing.extra_keys import generate_block_hash_extra_keys
 
 cbor2 = pytest.importorskip("cbor2")  # make quick has neither
 xxhash = pytest.importorskip("xxhash")

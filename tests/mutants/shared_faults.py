@@ -5,7 +5,7 @@ from __future__ import annotations
 from .fault import Edit, Fault, engine, engine_fails, manager, scheduler, scheduler_fails
 
 HASHING = "kvpool/hashing/hashing.py"
-KEYS = "kvpool/hashing/block_hash.py"
+KEYS = "kvpool/hashing/extra_keys.py"
 OPERATIONS = "kvpool/cache/manager.py"
 POOL_OPERATIONS = "kvpool/pool/observed.py"
 BASE = "kvpool/cache/managers/base.py"

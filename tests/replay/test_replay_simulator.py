@@ -1,4 +1,4 @@
-"""The simulation on traces small enough to work out by hand, the drivers, and the bounds of the curve.
+"""The simulation on traces small enough to work out by hand, the targets, and the bounds of the curve.
 
 Unless a test says otherwise a block has 4 tokens, so has a trace block, the prefill takes 1 ms a token and so does the
 output: a request of 8 + 4 tokens without hits runs for 12 ms.
@@ -17,14 +17,13 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from kvpool.errors import InvalidArgumentError  # noqa: E402
-from kvpool.replay.driver import Driver  # noqa: E402
-from kvpool.replay.drivers import (  # noqa: E402
+from kvpool.replay.implementations import (  # noqa: E402
     LAYERS,
-    BlockObjectDriver,
-    IdArrayDriver,
+    BlockObjectTarget,
+    IdArrayTarget,
     ImplementationError,
     default_implementations,
-    make_driver,
+    make_target,
 )
 from kvpool.replay.policies import (  # noqa: E402
     PrefixAccesses,
@@ -41,6 +40,7 @@ from kvpool.replay.simulator import (  # noqa: E402
     simulate,
 )
 from kvpool.replay.synthetic import generate_trace  # noqa: E402
+from kvpool.replay.target import ReplayTarget  # noqa: E402
 from kvpool.replay.trace import Trace, TraceError, TraceRequest, block_hashes  # noqa: E402
 
 IMPLEMENTATIONS = ["reference"] if os.environ.get("KVPOOL_PURE_PYTHON") == "1" else ["native", "reference"]
@@ -65,19 +65,19 @@ def make_trace(*rows: tuple[float, int, int, list[int]], trace_block_size: int =
     return Trace("hand-made", requests, trace_block_size)
 
 
-def checked(driver: Driver) -> Driver:
-    """The driver with the pool's invariants verified after every call that changes it."""
+def checked(target: ReplayTarget) -> ReplayTarget:
+    """The target with the pool's invariants verified after every call that changes it."""
     for name in ("admit", "free"):
-        call = getattr(driver, name)
+        call = getattr(target, name)
 
         @wraps(call)
         def call_and_check(*arguments, call=call):
             outcome = call(*arguments)
-            driver.check()
+            target.check()
             return outcome
 
-        setattr(driver, name, call_and_check)
-    return driver
+        setattr(target, name, call_and_check)
+    return target
 
 
 def settings_for(num_blocks: int, block_size: int = 4) -> ReplaySettings:
@@ -85,9 +85,9 @@ def settings_for(num_blocks: int, block_size: int = 4) -> ReplaySettings:
 
 
 def run(implementation: str, trace: Trace, num_blocks: int, block_size: int = 4, over: str = LAYERS[0]) -> ReplayResult:
-    driver = checked(make_driver(implementation, num_blocks, block_size, over))
-    result = simulate(trace, driver, settings_for(num_blocks, block_size))
-    assert driver.num_free_blocks() == num_blocks - 1
+    target = checked(make_target(implementation, num_blocks, block_size, over))
+    result = simulate(trace, target, settings_for(num_blocks, block_size))
+    assert target.num_free_blocks() == num_blocks - 1
     return result
 
 
@@ -136,16 +136,16 @@ def test_eviction_takes_uncached_blocks_first_then_the_tail_of_the_oldest_prefix
 
 def test_the_head_of_the_queue_holds_up_the_rest(implementation, over):
     trace = make_trace((0, 8, 4, [1, 2]), (5, 4, 4, [8]), (6, 1, 1, [9]))
-    driver = checked(make_driver(implementation, 5, 4, over))
+    target = checked(make_target(implementation, 5, 4, over))
     lookups = []
-    find_prefix = driver.find_prefix
+    find_prefix = target.find_prefix
 
     def find_and_note(served):
         lookups.append(len(getattr(served, "request", served).block_hashes))
         return find_prefix(served)
 
-    driver.find_prefix = find_and_note
-    result = simulate(trace, driver, settings_for(5))
+    target.find_prefix = find_and_note
+    result = simulate(trace, target, settings_for(5))
     # At 5 ms one block is free: too few for the second; the third would fit but is behind it.
     assert (result.queued, result.mean_queue_ms) == (2, (7 + 6) / 2)
     assert result.timeline.time_ms.tolist() == [0, 12, 14, 20]
@@ -228,8 +228,8 @@ def test_token_prompts(implementation, over):
 
 def test_zero_time_per_output_token_and_fractions_of_ms(implementation, over):
     trace = make_trace((0.25, 3, 50, [1]), (0.3, 1, 1, [1]))
-    driver = make_driver(implementation, 15, 4, over)
-    result = simulate(trace, driver, ReplaySettings(15, 4, prefill_rate=2000, tpot_ms=0))
+    target = make_target(implementation, 15, 4, over)
+    result = simulate(trace, target, ReplaySettings(15, 4, prefill_rate=2000, tpot_ms=0))
     assert result.timeline.time_ms.tolist() == [0.25, 1.75, 2.25]
     assert result.mean_queue_ms == pytest.approx(1.45)
 
@@ -252,30 +252,30 @@ def test_settings_are_validated():
 def test_block_size_and_pool_size_must_fit(implementation, over):
     trace = make_trace((0, 8, 0, [1, 2]))
     with pytest.raises(TraceError, match="does not divide"):
-        simulate(trace, make_driver(implementation, 10, 3, over), ReplaySettings(10, 3))
+        simulate(trace, make_target(implementation, 10, 3, over), ReplaySettings(10, 3))
     with pytest.raises(InvalidArgumentError, match="10 blocks, not 11"):
-        simulate(trace, make_driver(implementation, 10, 4, over), ReplaySettings(11, 4))
+        simulate(trace, make_target(implementation, 10, 4, over), ReplaySettings(11, 4))
 
 
 def test_blocks_held_at_admission(implementation, over):
     """What a request holds is what prompt and output need, and of that the full prompt blocks can be hit."""
     trace = make_trace((0, 9, 6, [1, 2, 3]), (1, 12, 1, [1, 2, 3]))
-    driver = make_driver(implementation, 20, 4, over)
-    first, second = (driver.prepare(request, block_hashes(request, 4, 4)) for request in trace.requests)
-    assert driver.find_prefix(first) == 0 and driver.admit(first)
-    assert driver.block_ids(first).dtype == np.int32 and driver.block_ids(first).tolist() == [1, 2, 3, 4]
-    assert driver.find_prefix(second) == 2 and driver.admit(second)
-    assert driver.block_ids(second).tolist() == [1, 2, 5, 6]
-    driver.free(first)
-    assert driver.num_free_blocks() == 19 - 4
-    driver.free(second)
-    assert driver.num_free_blocks() == 19 and driver.evicted_blocks == 0
-    driver.check()
+    target = make_target(implementation, 20, 4, over)
+    first, second = (target.prepare(request, block_hashes(request, 4, 4)) for request in trace.requests)
+    assert target.find_prefix(first) == 0 and target.admit(first)
+    assert target.block_ids(first).dtype == np.int32 and target.block_ids(first).tolist() == [1, 2, 3, 4]
+    assert target.find_prefix(second) == 2 and target.admit(second)
+    assert target.block_ids(second).tolist() == [1, 2, 5, 6]
+    target.free(first)
+    assert target.num_free_blocks() == 19 - 4
+    target.free(second)
+    assert target.num_free_blocks() == 19 and target.evicted_blocks == 0
+    target.check()
 
 
 def test_progress_counts_arrivals(implementation, over):
     seen: list[int] = []
-    simulate(generate_trace(0, 100), make_driver(implementation, 20_000, 16, over), ReplaySettings(20_000), seen.append)
+    simulate(generate_trace(0, 100), make_target(implementation, 20_000, 16, over), ReplaySettings(20_000), seen.append)
     assert seen and seen == sorted(seen) and seen[-1] <= 100
 
 
@@ -300,10 +300,10 @@ def test_all_implementations_agree_on_synthetic_traffic(seed, num_blocks):
     trace = generate_trace(seed, 120)
     settings = ReplaySettings(num_blocks, prefill_rate=2_000)
     pairs = [(name, over) for over in LAYERS for name in IMPLEMENTATIONS]
-    results = [simulate(trace, make_driver(name, num_blocks, 16, over), settings) for name, over in pairs]
+    results = [simulate(trace, make_target(name, num_blocks, 16, over), settings) for name, over in pairs]
     # The reference's pool has both ways to be driven.
-    pool = make_driver("reference", num_blocks, 16, "pool")._pool
-    results.append(simulate(trace, IdArrayDriver("reference by ids", pool, num_blocks, 16), settings))
+    pool = make_target("reference", num_blocks, 16, "pool")._pool
+    results.append(simulate(trace, IdArrayTarget("reference by ids", pool, num_blocks, 16), settings))
     check_same(results)
     assert all(outcome(result) == outcome(results[0]) for result in results)
     if num_blocks == 150:
@@ -318,7 +318,7 @@ def test_vllm_agrees(num_blocks, implementation, over):
     pytest.importorskip("vllm.v1.core.block_pool")
     trace = generate_trace(7, 120)
     settings = ReplaySettings(num_blocks, prefill_rate=2_000)
-    results = [simulate(trace, make_driver(name, num_blocks, 16, over), settings) for name in (implementation, "vllm")]
+    results = [simulate(trace, make_target(name, num_blocks, 16, over), settings) for name in (implementation, "vllm")]
     check_same(results)
     assert outcome(results[0]) == outcome(results[1])
 
@@ -348,34 +348,34 @@ def test_a_difference_names_the_first_request(implementation, over):
 
 
 def test_a_wrong_implementation_is_noticed(implementation, over):
-    class ForgetfulDriver(BlockObjectDriver):
+    class ForgetfulTarget(BlockObjectTarget):
         def _find(self, served):
             return super()._find(served)[:1]
 
     trace = make_trace((0, 8, 4, [1, 2]), (20, 9, 3, [1, 2, 3]))
     right = run(implementation, trace, num_blocks=20, over=over)
-    pool = make_driver("reference", 20, 4, "pool")._pool
-    wrong = simulate(trace, ForgetfulDriver("wrong", pool, 20, 4), settings_for(20))
+    pool = make_target("reference", 20, 4, "pool")._pool
+    wrong = simulate(trace, ForgetfulTarget("wrong", pool, 20, 4), settings_for(20))
     with pytest.raises(ReplayMismatchError, match="line 2: hits of 2 and 1 blocks"):
         check_same([right, wrong])
 
 
 def test_unknown_and_missing_implementations(monkeypatch):
     with pytest.raises(ImplementationError, match="unknown implementation 'sglang': choose from native, reference, vl"):
-        make_driver("sglang", 10, 16)
+        make_target("sglang", 10, 16)
     with pytest.raises(ImplementationError, match="unknown layer 'scheduler': choose from manager, pool"):
-        make_driver("reference", 10, 16, "scheduler")
+        make_target("reference", 10, 16, "scheduler")
     for over, module in (("manager", "kv_cache_manager"), ("pool", "block_pool")):
         monkeypatch.setitem(sys.modules, f"vllm.v1.core.{module}", None)
         with pytest.raises(ImplementationError, match=r"vllm (is not installed|can't be imported)"):
-            make_driver("vllm", 10, 16, over)
+            make_target("vllm", 10, 16, over)
 
 
 def test_native_is_refused_in_pure_python(monkeypatch, over):
     monkeypatch.setattr("kvpool.backend.BACKEND", "reference")
     assert default_implementations() == ["reference"]
     with pytest.raises(ImplementationError, match="KVPOOL_PURE_PYTHON=1"):
-        make_driver("native", 10, 16, over)
+        make_target("native", 10, 16, over)
 
 
 def tree_trace(seed: int, trace_block_size: int, block_size: int) -> Trace:

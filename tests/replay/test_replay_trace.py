@@ -14,7 +14,7 @@ import pytest
 
 np = pytest.importorskip("numpy")
 
-from kvpool.replay.drivers import make_driver  # noqa: E402
+from kvpool.replay.implementations import make_target  # noqa: E402
 from kvpool.replay.policies import PrefixAccesses, unbounded_hit_blocks  # noqa: E402
 from kvpool.replay.simulator import ReplaySettings, simulate  # noqa: E402
 from kvpool.replay.synthetic import SyntheticSettings, generate_trace  # noqa: E402
@@ -274,7 +274,7 @@ def test_an_id_has_the_same_hash_in_every_request(tmp_path):
 def test_large_ids_are_replayed_as_prefixes(tmp_path):
     lines = [GOOD | {"timestamp": 9000 * turn, "hash_ids": [2**64 + 5, end]} for turn, end in enumerate((-1, 2**63))]
     trace = read_trace(write(tmp_path / "t.jsonl", *lines))
-    result = simulate(trace, make_driver("reference", 100, 512), ReplaySettings(100, 512))
+    result = simulate(trace, make_target("reference", 100, 512), ReplaySettings(100, 512))
     assert result.hit_tokens == 512
     accesses = PrefixAccesses.from_trace(trace, 512)
     assert unbounded_hit_blocks(accesses, [0, 1]) == 1

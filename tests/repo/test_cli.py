@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import kvpool
 from kvpool.cli import app
-from kvpool.replay.drivers import LAYERS, IdArrayDriver, make_driver
+from kvpool.replay.implementations import LAYERS, IdArrayTarget, make_target
 
 PURE_PYTHON = os.environ.get("KVPOOL_PURE_PYTHON") == "1"
 FASTEST = "reference" if PURE_PYTHON else "native"
@@ -139,18 +139,18 @@ def test_compare_with_vllm(over):
 
 
 def test_a_difference_is_an_error(trace, monkeypatch, implementation):
-    class ForgetfulDriver(IdArrayDriver):
+    class ForgetfulTarget(IdArrayTarget):
         def _find(self, served):
             return super()._find(served)[:5]
 
     def make_either(name, num_blocks, block_size, over):
-        driver = make_driver(implementation, num_blocks, block_size, over)
+        target = make_target(implementation, num_blocks, block_size, over)
         if name != "vllm":
-            return driver
-        pool = make_driver("reference", num_blocks, block_size, "pool")._pool
-        return ForgetfulDriver(name, pool, num_blocks, block_size)
+            return target
+        pool = make_target("reference", num_blocks, block_size, "pool")._pool
+        return ForgetfulTarget(name, pool, num_blocks, block_size)
 
-    monkeypatch.setattr("kvpool.replay.drivers.make_driver", make_either)
+    monkeypatch.setattr("kvpool.replay.implementations.make_target", make_either)
     code, line = failure("replay", trace, "--compare", f"{implementation},vllm")
     assert code == 1
     assert line == f"error: {implementation} and vllm differ at the request of line 2: hits of 32 and 5 blocks"

@@ -155,8 +155,8 @@ def test_only_workers_and_integrations_import_torch_and_only_the_integration_imp
             if top == "torch":
                 assert where.startswith(("worker/", "integrations/")), f"{where} imports torch"
             if top == "vllm":
-                is_driver = where == "replay/drivers.py" and imported.is_lazy
-                assert where.startswith("integrations/vllm/") or is_driver, f"{where} imports vllm"
+                is_lazy_target = where == "replay/implementations.py" and imported.is_lazy
+                assert where.startswith("integrations/vllm/") or is_lazy_target, f"{where} imports vllm"
             is_low = PLACE_OF[room_of(path)] < PLACE_OF["scheduler"]
             if top == "numpy" and is_low and where.partition(".")[0] not in WITH_NUMPY:
                 assert imported.is_lazy, f"{where} imports numpy with the package"
@@ -171,3 +171,14 @@ def test_the_core_knows_no_python() -> None:
             own = re.fullmatch(r'"(kvp\w*\.h)"', line)
             libc = re.fullmatch(r"<([\w/]+\.h)>", line)
             assert (own and (CSRC / own[1]).exists()) or (libc and libc[1] in LIBC), f"{path.name} includes {line}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_leading_underscore_keeps_a_name_within_its_room(path: Path) -> None:
+    room, text = room_of(path), path.read_text()
+    for module, names in re.findall(r"^ *from (kvpool[\w.]*) c?import ([^(\n]+|\([^)]*\))", text, flags=re.M):
+        if module.split(".")[1:2] in ([room], ["_version"]):  # a version has one by custom
+            continue
+        imported = module + " " + re.sub(r" as \w+", "", names)
+        private = [name for name in re.split(r"[\s,.()]+", imported) if name[:1] == "_" and name != "_version"]
+        assert not private, f"{path.name} imports {private} of {module}"

@@ -93,7 +93,7 @@ def recording_runner(folder: Path, rank: int, *, fails: bool = False) -> type:
 def run_worker() -> None:
     from kvpool.worker import __main__ as worker
     from kvpool.worker import model_runner
-    from kvpool.worker.memory import devices
+    from kvpool.worker.memory import device_memory
 
     rank = os.environ["RANK"]
     runner = recording_runner(
@@ -102,7 +102,7 @@ def run_worker() -> None:
     model_runner.ModelRunner = runner  # type: ignore[misc]
     if "FITTING" in os.environ:
         fitting = int(os.environ["FITTING"].split(",")[int(rank)])
-        devices.num_blocks_for_memory = lambda groups, available_bytes: fitting
+        device_memory.num_blocks_for_memory = lambda groups, available_bytes: fitting
     worker.app()
 
 

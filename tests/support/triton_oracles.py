@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from kvpool.worker.kernels.decode import paged_decode
-from kvpool.worker.kernels.decode_split import Split
+from kvpool.worker.kernels.decode import Split, paged_decode
 from kvpool.worker.kernels.slot_write import write_to_slots
 
 POISON = 2**31 - 1  # a block id that must not be read

@@ -25,8 +25,7 @@ from kvpool.engine import model_source  # noqa: E402
 from kvpool.engine.model_source import find_model  # noqa: E402
 from kvpool.engine.prompts import PromptError, encode_prompts, read_prompts  # noqa: E402
 from kvpool.engine.report import GenerateReport  # noqa: E402
-from kvpool.engine.session import GenerateSession  # noqa: E402
-from kvpool.engine.settings import GenerateSettings  # noqa: E402
+from kvpool.engine.session import GenerateSession, GenerateSettings  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.worker.models.random_model import write_random_llama  # noqa: E402
 from kvpool.worker.models.tokenizer import ByteTokenizer, TextStream  # noqa: E402

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from paged_runs import PagedRun, RunSettings  # noqa: E402
 from tiny_models import FULL, SIZES, SLIDING, WINDOW, generate, make_model, make_prompts  # noqa: E402
 
-from kvpool.cache.layer_groups import group_layers  # noqa: E402
+from kvpool.cache.sizing import group_layers  # noqa: E402
 from kvpool.cache.spec import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.worker.models.pretrained import load_pretrained, longest_sequence, read_model_facts  # noqa: E402

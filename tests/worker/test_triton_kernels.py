@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvpool.errors import InvalidArgumentError  # noqa: E402
-from kvpool.worker.kernels.decode_split import MAX_PARTIAL_BYTES, MAX_TOKENS, MIN_TOKENS, Split, plan_split  # noqa: E402
+from kvpool.worker.kernels.decode import MAX_PARTIAL_BYTES, MAX_TOKENS, MIN_TOKENS, Split, plan_split  # noqa: E402
 
 pytestmark = pytest.mark.dataplane
 

@@ -30,6 +30,12 @@ class PositionRanges:
     ends: HostArray
 
 
+def first_key_rows_(blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Key rows of the first tokens of blocks, in place of their ids: a block's values are between its keys and the
+    next block's."""
+    return blocks.mul_(2 * block_size)
+
+
 def find_key_rows(
     block_table: torch.Tensor, ranges: PositionRanges, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -54,9 +60,8 @@ def find_key_rows(
     columns = np.minimum(first_blocks[:, None] + np.arange(num_blocks), last_blocks[:, None])
     rows, columns = to_device(ranges.rows, device), to_device(columns, device)
     blocks = block_table[rows[:, None], columns].long()
-    key_rows = (blocks.mul_(2 * block_size)[:, :, None] + torch.arange(block_size, device=device)).flatten(1)[
-        :, :length
-    ]
+    offsets = torch.arange(block_size, device=device)
+    key_rows = (first_key_rows_(blocks, block_size)[:, :, None] + offsets).flatten(1)[:, :length]
     lows, highs = ranges.firsts - first_blocks * block_size, ranges.ends - first_blocks * block_size
     if not lows.any() and (highs == length).all():
         return key_rows.contiguous(), None
@@ -75,7 +80,7 @@ def find_key_rows_in_line(block_table: torch.Tensor, ranges: PositionRanges, blo
     device = block_table.device
     rows = to_device(np.repeat(ranges.rows, lengths), device)
     blocks = block_table[rows, to_device(columns, device)].long()
-    return blocks.mul_(2 * block_size).add_(to_device(positions - columns * block_size, device))
+    return first_key_rows_(blocks, block_size).add_(to_device(positions - columns * block_size, device))
 
 
 class Workspace:

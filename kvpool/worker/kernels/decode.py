@@ -17,19 +17,55 @@ With TRITON_INTERPRET=1 set before this module is imported it runs on tensors of
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from kvpool.cache.spec import ceil_div
 from kvpool.errors import InvalidArgumentError
-from kvpool.worker.kernels.decode_split import Split, plan_split
 
 LOG2_E = 1.4426950408889634
 MERGE_TILE = 16
 MIN_DOT_ROWS = 16  # of tl.dot
 TILE_BYTES = 16_384  # of keys that a program holds at a time
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# How sequences are split.
+MIN_TOKENS = 256  # fewer are not worth a merge
+MAX_TOKENS = 2_048  # one long sequence among many short ones is cut too
+PROGRAMS_PER_PROCESSOR = 4
+MAX_PARTIAL_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split i starts ``i * tokens`` behind the first token attended to.
+
+    Attributes:
+        tokens: of a split; the last one takes what is left.
+        number: of splits, 1 or more.
+    """
+
+    tokens: int
+    number: int
+
+
+def plan_split(num_programs: int, max_tokens: int, num_processors: int, partial_bytes: int) -> Split:
+    """Enough programs for the device, and no split too short to be worth it or so long that others wait for it.
+
+    Args:
+        num_programs: programs of one split: requests times KV heads.
+        max_tokens: that a request attends to.
+        num_processors: of the device.
+        partial_bytes: what one split of all requests leaves for the merge; ``MAX_PARTIAL_BYTES`` in all at most.
+    """
+    wanted = ceil_div(PROGRAMS_PER_PROCESSOR * num_processors, num_programs)
+    tokens = min(max(ceil_div(max_tokens, wanted), MIN_TOKENS), MAX_TOKENS)
+    tokens = max(tokens, ceil_div(max_tokens, max(1, MAX_PARTIAL_BYTES // partial_bytes)))
+    tokens = ceil_div(tokens, MIN_TOKENS) * MIN_TOKENS
+    return Split(tokens, max(1, ceil_div(max_tokens, tokens)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from kvpool.cache.layer_groups import group_layers
+from kvpool.cache.sizing import group_layers
 from kvpool.cache.spec import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
 from kvpool.worker.attention import AttentionLayer
 from kvpool.worker.attention.paged_attention import PagedAttention

@@ -75,7 +75,7 @@ __all__ = ["Broadcaster", "WorkerConnection"]
 
 logger = logging.getLogger("kvpool")
 
-_POLL_SECONDS = 0.25  # between two looks at what no message tells
+_POLL_SECONDS = 0.25  # how often to look whether workers that say nothing are there
 MAX_UNANSWERED_STEPS = 8
 """Steps that a worker may be behind."""
 

@@ -125,7 +125,7 @@ class WorkerConnection:
                 2**64.
 
         Raises:
-            SchedulerLostError: the connection is gone, a step was lost with one, or what comes is no message.
+            SchedulerLostError: the connection is gone, a step was lost with one, or what comes can't be read.
             WorkerRefusedError: another scheduler has taken the address.
             Exception: what ``execute`` raised; the scheduler has been told.
         """

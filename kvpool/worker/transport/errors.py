@@ -50,4 +50,4 @@ class WorkerRefusedError(KvpoolError, RuntimeError):
 
 
 class SchedulerLostError(KvpoolError, ConnectionError):
-    """A worker has no connection to its scheduler, or gets from it what is no message."""
+    """A worker has lost its scheduler: there is no connection, or what comes can't be read."""

@@ -187,7 +187,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class MalformedMessageError(KvpoolError, ValueError):
-    """What came is no message."""
+    """What came can't be read as a message."""
 
 
 Message = TypeVar("Message")
@@ -200,7 +200,7 @@ def decode(decoder: msgspec.msgpack.Decoder[Message], payload: bytes) -> Message
     """What was sent.
 
     Raises:
-        MalformedMessageError: it is no message, whatever it is.
+        MalformedMessageError: it can't be read as one.
     """
     try:
         return decoder.decode(payload)

@@ -1,4 +1,4 @@
-"""Drivers over block pools alone, with the calls that a cache manager makes for a request.
+"""Targets over block pools alone, with the calls that a cache manager makes for a request.
 
 Native is driven through its arrays of block ids, reference and vLLM through block objects, which is each one's way to
 be used.
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvpool.replay.driver import Driver, EvictionCounter
+from kvpool.replay.target import EvictionCounter, ReplayTarget
 from kvpool.replay.trace import TraceRequest
 
 Blocks: TypeAlias = "Sequence[Any] | np.ndarray"
@@ -35,7 +35,7 @@ class PooledRequest:
     table: Blocks = ()
 
 
-class PoolDriver(Driver[PooledRequest]):
+class PoolDriver(ReplayTarget[PooledRequest]):
     """Decides on admission as a manager would, which is not timed, and leaves the blocks to the pool."""
 
     def prepare(self, request: TraceRequest, hashes: list[bytes]) -> PooledRequest:
@@ -72,8 +72,8 @@ class PoolDriver(Driver[PooledRequest]):
         and returns the block table. Timed. O(num_blocks)."""
 
 
-class IdArrayDriver(PoolDriver):
-    """Drives a kvpool ``BlockPool`` through int32 arrays of block ids: no object per block."""
+class IdArrayTarget(PoolDriver):
+    """Serves the trace from a kvpool ``BlockPool`` through int32 arrays of block ids: no object per block."""
 
     def __init__(self, name: str, pool: Any, num_blocks: int, block_size: int) -> None:
         super().__init__(name, pool, num_blocks, block_size)
@@ -115,8 +115,8 @@ class IdArrayDriver(PoolDriver):
         self._num_users[ids] -= 1
 
 
-class BlockObjectDriver(PoolDriver):
-    """Drives a pool through its block objects, the way vLLM's managers do."""
+class BlockObjectTarget(PoolDriver):
+    """Serves the trace from a pool through its block objects, the way vLLM's managers do."""
 
     def _find(self, served: PooledRequest) -> list[Any]:
         get_cached_block, hashes, max_blocks = self._pool.get_cached_block, served.block_hashes, served.max_hit_blocks
@@ -156,8 +156,8 @@ class BlockObjectDriver(PoolDriver):
         self.manager_ns += perf_counter_ns() - start
 
 
-class VllmPoolDriver(BlockObjectDriver):
-    """Drives vLLM's ``BlockPool``."""
+class VllmPoolTarget(BlockObjectTarget):
+    """Serves the trace from vLLM's ``BlockPool``."""
 
     def __init__(self, name: str, pool: Any, num_blocks: int, block_size: int) -> None:
         super().__init__(name, pool, num_blocks, block_size)

@@ -1,4 +1,4 @@
-"""Drivers over cache managers, all with the three calls that a scheduler makes: look up, allocate, free."""
+"""Targets over cache managers, all with the three calls that a scheduler makes: look up, allocate, free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.replay.driver import Driver, EvictionCounter
+from kvpool.replay.target import EvictionCounter, ReplayTarget
 from kvpool.replay.trace import TraceRequest
 from kvpool.requests.status import RequestStatus
 
@@ -25,8 +25,8 @@ class ManagedRequest:
     num_hit_tokens: int = 0
 
 
-class ManagerDriver(Driver[ManagedRequest]):
-    """Drives a ``KVCacheManager`` with one group of full attention.
+class ManagerTarget(ReplayTarget[ManagedRequest]):
+    """Serves the trace from a ``KVCacheManager`` with one group of full attention.
 
     The output's blocks are allocated with the prompt's, as room for tokens to come: they are held and not cached.
     make_request: called with a unique id and the prompt's length in tokens, returns a request for the manager.
@@ -70,8 +70,8 @@ class ManagerDriver(Driver[ManagedRequest]):
         self.manager_ns += perf_counter_ns() - start
 
 
-class VllmManagerDriver(ManagerDriver):
-    """Drives vLLM's ``KVCacheManager``."""
+class VllmManagerTarget(ManagerTarget):
+    """Serves the trace from vLLM's ``KVCacheManager``."""
 
     def __init__(self, name: str, manager: Any, num_blocks: int, block_size: int) -> None:
         super().__init__(name, manager, PlainRequest, num_blocks, block_size)

@@ -1,4 +1,4 @@
-"""What a driver is: the calls that an engine makes for a request into one implementation, and their cost.
+"""What a target is: the calls that an engine makes for a request into one implementation, and their cost.
 
 Only these calls are timed, each step from its first call to its last; what the replay itself needs (requests, ids for
 the comparison, counts for the report) is made and gathered outside.
@@ -16,10 +16,10 @@ import numpy as np
 from kvpool.replay.trace import TraceRequest
 
 Served = TypeVar("Served")
-"""A driver's own form of a request, opaque to the caller: what was looked up, and what it holds."""
+"""A target's own form of a request, opaque to the caller: what was looked up, and what it holds."""
 
 
-class Driver(ABC, Generic[Served]):
+class ReplayTarget(ABC, Generic[Served]):
     """Runs requests through one implementation.
 
     manager_ns: ns spent in its calls so far. num_blocks: size of its pool, null block included.

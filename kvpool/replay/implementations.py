@@ -1,7 +1,7 @@
-"""One driver per implementation and layer: the cache manager (``manager_drivers``) or the pool alone
-(``pool_drivers``).
+"""One target per implementation and layer: the cache manager (``manager_targets``) or the pool alone
+(``pool_targets``).
 
-vLLM is imported when a driver of it is made.
+vLLM is imported when a target of it is made.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvpool.errors import KvpoolError
-from kvpool.replay.driver import Driver
-from kvpool.replay.manager_drivers import ManagerDriver, VllmManagerDriver
-from kvpool.replay.pool_drivers import BlockObjectDriver, IdArrayDriver, VllmPoolDriver
+from kvpool.replay.manager_targets import ManagerTarget, VllmManagerTarget
+from kvpool.replay.pool_targets import BlockObjectTarget, IdArrayTarget, VllmPoolTarget
+from kvpool.replay.target import ReplayTarget
 
 IMPLEMENTATIONS = ("native", "reference", "vllm")
 
 LAYERS = ("manager", "pool")
-"""What can be driven; the first is the default."""
+"""What can be replayed on; the first is the default."""
 
 _LAYER_NAME = "model"
 _SPEC = {"num_kv_heads": 8, "head_size": 128}  # any model's: no memory is taken for it
@@ -36,8 +36,8 @@ def default_implementations() -> list[str]:
     return ["native", "reference"] if BACKEND == "native" else ["reference"]
 
 
-def make_driver(name: str, num_blocks: int, block_size: int, over: str = LAYERS[0]) -> Driver[Any]:
-    """A driver over a new pool of ``num_blocks`` blocks (null block included) of ``block_size`` tokens.
+def make_target(name: str, num_blocks: int, block_size: int, over: str = LAYERS[0]) -> ReplayTarget[Any]:
+    """A target over a new pool of ``num_blocks`` blocks (null block included) of ``block_size`` tokens.
 
     name: one of IMPLEMENTATIONS. over: one of LAYERS. Raises ImplementationError if either is unknown, or the
     implementation not available here.
@@ -48,13 +48,13 @@ def make_driver(name: str, num_blocks: int, block_size: int, over: str = LAYERS[
         raise ImplementationError(f"unknown layer {over!r}: choose from {', '.join(LAYERS)}")
     if name == "native" and name not in default_implementations():
         raise ImplementationError("native is not available: KVPOOL_PURE_PYTHON=1 selects the reference")
-    make = _make_manager_driver if over == "manager" else _make_pool_driver
+    make = _make_manager_target if over == "manager" else _make_pool_target
     return make(name, num_blocks, block_size)
 
 
-def _make_manager_driver(name: str, num_blocks: int, block_size: int) -> Driver[Any]:
+def _make_manager_target(name: str, num_blocks: int, block_size: int) -> ReplayTarget[Any]:
     if name == "vllm":
-        return VllmManagerDriver(name, _make_vllm_manager(num_blocks, block_size), num_blocks, block_size)
+        return VllmManagerTarget(name, _make_vllm_manager(num_blocks, block_size), num_blocks, block_size)
     from kvpool.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     manager_class: Any
@@ -72,7 +72,7 @@ def _make_manager_driver(name: str, num_blocks: int, block_size: int) -> Driver[
     spec = FullAttentionSpec(block_size=block_size, dtype=_DTYPE, **_SPEC)
     config = KVCacheConfig(num_blocks, [KVCacheGroupSpec([_LAYER_NAME], spec)])
     manager = manager_class(config, max_model_len=num_blocks * block_size)
-    return ManagerDriver(name, manager, make_request, num_blocks, block_size)
+    return ManagerTarget(name, manager, make_request, num_blocks, block_size)
 
 
 def _make_vllm_manager(num_blocks: int, block_size: int) -> Any:
@@ -92,18 +92,18 @@ def _make_vllm_manager(num_blocks: int, block_size: int) -> Any:
     )
 
 
-def _make_pool_driver(name: str, num_blocks: int, block_size: int) -> Driver[Any]:
+def _make_pool_target(name: str, num_blocks: int, block_size: int) -> ReplayTarget[Any]:
     if name == "native":
         from kvpool.backend import BlockPool
 
-        return IdArrayDriver(name, BlockPool(num_blocks, True, block_size), num_blocks, block_size)
+        return IdArrayTarget(name, BlockPool(num_blocks, True, block_size), num_blocks, block_size)
     if name == "reference":
         from kvpool.reference import BlockPool as ReferencePool
 
-        return BlockObjectDriver(name, ReferencePool(num_blocks, True, block_size), num_blocks, block_size)
+        return BlockObjectTarget(name, ReferencePool(num_blocks, True, block_size), num_blocks, block_size)
     with _vllm_import():
         from vllm.v1.core.block_pool import BlockPool as VllmPool
-    return VllmPoolDriver(name, VllmPool(num_blocks, True, block_size), num_blocks, block_size)
+    return VllmPoolTarget(name, VllmPool(num_blocks, True, block_size), num_blocks, block_size)
 
 
 @contextmanager
