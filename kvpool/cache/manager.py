@@ -17,7 +17,7 @@ Requests are read by attribute name, those of ``kvpool.Request`` and of vLLM's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvpool.cache.blocks import KVCacheBlocks
 from kvpool.cache.checks import (
@@ -36,7 +36,6 @@ from kvpool.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from kvpool.backend import KVCacheBlock, Request
     from kvpool.cache.coordinator.base import BlocksByGroup
-    from kvpool.cache.managers.base import AllocationNote
     from kvpool.metrics.residency import KVCacheMetricsCollector
 
 # Statuses (by name, so that another engine's enumeration counts too) of requests that the watermark holds back.
@@ -52,30 +51,6 @@ _NUMBER_NAMES = (
     "num_computed_tokens",
 )
 _MAX_NUM_TOKENS = 2**62  # sums of two are in range of the native manager
-
-
-class _TokenCounts(NamedTuple):
-    """Numbers of tokens of one call of ``allocate_slots``.
-
-    Attributes:
-        local_computed: computed here, the hit included.
-        total_computed: the same with those from elsewhere, ``external_computed``.
-        computed: of them, those that ``max_model_len`` leaves room for.
-        processed: of those, the ones beyond any step in flight.
-        need_slot: those that need one after the call; main_model: without the look-ahead of drafts.
-        to_cache: the first ones, to be published where they fill blocks; -1: nothing is published now.
-        encoder: of the encoder's input.
-    """
-
-    local_computed: int
-    total_computed: int
-    external_computed: int
-    computed: int
-    processed: int
-    need_slot: int
-    main_model: int
-    to_cache: int
-    encoder: int
 
 
 class KVCacheManagerBase(KVCacheWithdrawal):
@@ -280,67 +255,88 @@ class KVCacheManagerBase(KVCacheWithdrawal):
             ) = map(to_count, _NUMBER_NAMES, numbers)
         if num_new_tokens == num_new_computed_tokens == num_external_computed_tokens == 0:
             raise InvalidArgumentError("nothing to allocate: num_new_tokens is 0, and there are no computed tokens")
+        coordinator, request_id = self.coordinator, request.request_id
         local_computed = num_own_computed_tokens + num_new_computed_tokens
         total_computed = local_computed + num_external_computed_tokens
         computed = min(total_computed, self.max_model_len)
-        tokens = _TokenCounts(
-            local_computed=local_computed,
-            total_computed=total_computed,
-            external_computed=num_external_computed_tokens,
-            computed=computed,
-            processed=max(0, computed - request.num_in_flight_tokens),
-            need_slot=min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len),
-            main_model=min(computed + num_new_tokens, self.max_model_len),
-            to_cache=-1 if delay_cache_blocks else min(computed + num_new_tokens, request.num_tokens),
-            encoder=num_encoder_tokens,
-        )
+        need_slot = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        main_model = min(computed + num_new_tokens, self.max_model_len)
+        to_cache = -1 if delay_cache_blocks else min(computed + num_new_tokens, request.num_tokens)
         hits = self.empty_kv_cache_blocks.blocks if new_computed_blocks is None else new_computed_blocks.blocks
-        self._refuse_allocation(request, tokens, hits)
+        adopts_computed = hits is not self.empty_kv_cache_blocks.blocks or num_external_computed_tokens > 0
+
+        # 1. What can't be is refused, and nothing has changed.
+        if self.enable_caching and to_cache >= 0:
+            refuse_missing_hashes(request, to_cache, self.hash_block_size)
+            if to_cache > need_slot:
+                num_slots = max(need_slot, total_computed if num_external_computed_tokens else 0)
+                refuse_tokens_without_slots(coordinator, request, to_cache, num_slots)
+        if adopts_computed:
+            self._refuse_computed(request, hits, local_computed, total_computed)
+        processed = max(0, computed - request.num_in_flight_tokens)
+        for manager in coordinator.single_type_managers:
+            manager.refuse_lost_source(request_id, processed)
+
+        # 2. Where the whole sequence has to fit, it is counted.
         num_kept_free = 0
         if has_scheduled_reqs and self.watermark_blocks and request.status.name in _STATUSES_NOT_RUNNING:
             num_kept_free = self.watermark_blocks
-        if full_sequence_must_fit and not self._has_room_for_all(request, tokens, hits, num_kept_free):
+        if full_sequence_must_fit and not self._has_room_for_all(
+            request, hits, local_computed, computed, num_encoder_tokens, num_kept_free
+        ):
             return None
-        # Before anything is taken, so that fewer cached blocks are evicted. Steps in flight still read what lies in
-        # their windows, and rejected drafts take the boundary back.
-        self.coordinator.remove_skipped_blocks(
-            request.request_id, tokens.processed, num_prompt_tokens=request.num_prompt_tokens
+
+        # 3. Blocks that no token attends to are free before anything is taken, so that fewer cached blocks are evicted.
+        # Steps in flight still read what lies in their windows, and rejected drafts take the boundary back. Then the
+        # step is counted.
+        coordinator.remove_skipped_blocks(request_id, processed, num_prompt_tokens=request.num_prompt_tokens)
+        notes = self._note_tables(request_id)
+        num_blocks = coordinator.get_num_blocks_to_allocate(
+            request_id,
+            need_slot,
+            hits,
+            num_encoder_tokens,
+            total_computed,
+            local_computed,
+            main_model,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
         )
-        notes = self._note_tables(request.request_id)
-        if not self._has_room(request, tokens, hits, num_kept_free + reserved_blocks):
-            self._undo_count(request.request_id, notes)
+        if num_blocks + num_kept_free + reserved_blocks > self.block_pool.get_num_free_blocks():
+            self._undo_count(request_id, notes)
             return None
-        return self._take_slots(request, tokens, hits, notes, skip_zeroing_group_ids)
 
-    # The steps of an allocation
-
-    def _refuse_allocation(self, request: Request, tokens: _TokenCounts, hits: BlocksByGroup) -> None:
-        """Raise what ``allocate_slots`` raises; changes nothing."""
-        coordinator, request_id = self.coordinator, request.request_id
-        if self.enable_caching and tokens.to_cache >= 0:
-            refuse_missing_hashes(request, tokens.to_cache, self.hash_block_size)
-            if tokens.to_cache > tokens.need_slot:
-                num_slots = max(tokens.need_slot, tokens.total_computed if tokens.external_computed else 0)
-                refuse_tokens_without_slots(coordinator, request, tokens.to_cache, num_slots)
-        if self._adopts_computed(tokens, hits):
-            if tokens.total_computed > max(self.max_model_len, request.num_tokens):
-                raise InvalidArgumentError(
-                    f"{tokens.total_computed} computed tokens are more than request {request_id!r} can have"
+        # 4. Blocks are taken, and full ones published.
+        try:
+            if adopts_computed:
+                coordinator.allocate_new_computed_blocks(
+                    request_id, hits, local_computed, num_external_computed_tokens, skip_zeroing_group_ids
                 )
-            refuse_computed(coordinator, request_id, hits)
-            if self.verify_hits:
-                refuse_stale_hits(
-                    coordinator.single_type_managers, request, hits, tokens.local_computed, tokens.total_computed
-                )
-        for manager in coordinator.single_type_managers:
-            manager.refuse_lost_source(request_id, tokens.processed)
+            new_blocks = coordinator.allocate_new_blocks(request_id, need_slot, main_model, num_encoder_tokens)
+            if to_cache >= 0:
+                coordinator.cache_blocks(request, to_cache)
+        except BaseException:  # counts that don't belong together: a group needs more than was foreseen
+            self._undo_allocation(request, local_computed, notes, hits)
+            raise
+        return self.create_kv_cache_blocks(new_blocks)
 
-    def _adopts_computed(self, tokens: _TokenCounts, hits: BlocksByGroup) -> bool:
-        """Whether the request's tables are to begin with blocks that are computed already."""
-        return hits is not self.empty_kv_cache_blocks.blocks or tokens.external_computed > 0
+    def _refuse_computed(self, request: Request, hits: BlocksByGroup, local_computed: int, total_computed: int) -> None:
+        """Raise what ``allocate_slots`` raises for computed blocks that the request's tables can't begin with."""
+        if total_computed > max(self.max_model_len, request.num_tokens):
+            raise InvalidArgumentError(
+                f"{total_computed} computed tokens are more than request {request.request_id!r} can have"
+            )
+        refuse_computed(self.coordinator, request.request_id, hits)
+        if self.verify_hits:
+            refuse_stale_hits(self.coordinator.single_type_managers, request, hits, local_computed, total_computed)
 
     def _has_room_for_all(
-        self, request: Request, tokens: _TokenCounts, hits: BlocksByGroup, num_kept_free: int
+        self,
+        request: Request,
+        hits: BlocksByGroup,
+        local_computed: int,
+        computed: int,
+        num_encoder_tokens: int,
+        num_kept_free: int,
     ) -> bool:
         """Whether the free blocks suffice for all tokens that the request has, and so many are left over."""
         num_tokens = min(request.num_tokens, self.max_model_len)
@@ -348,58 +344,14 @@ class KVCacheManagerBase(KVCacheWithdrawal):
             request_id=request.request_id,
             num_tokens=num_tokens,
             new_computed_blocks=hits,
-            num_encoder_tokens=tokens.encoder,
-            total_computed_tokens=tokens.computed,
-            num_local_computed_tokens=tokens.local_computed,
+            num_encoder_tokens=num_encoder_tokens,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=local_computed,
             num_tokens_main_model=num_tokens,
             apply_admission_cap=True,
             prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
         )
         return num_blocks + num_kept_free <= self.get_num_free_blocks()
-
-    def _has_room(self, request: Request, tokens: _TokenCounts, hits: BlocksByGroup, num_kept_free: int) -> bool:
-        """Whether the free blocks suffice for this step, and so many are left over. Mamba groups note the state that
-        the step is to keep."""
-        num_blocks = self.coordinator.get_num_blocks_to_allocate(
-            request_id=request.request_id,
-            num_tokens=tokens.need_slot,
-            new_computed_blocks=hits,
-            num_encoder_tokens=tokens.encoder,
-            total_computed_tokens=tokens.total_computed,
-            num_local_computed_tokens=tokens.local_computed,
-            num_tokens_main_model=tokens.main_model,
-            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
-        )
-        return num_blocks + num_kept_free <= self.get_num_free_blocks()
-
-    def _take_slots(
-        self,
-        request: Request,
-        tokens: _TokenCounts,
-        hits: BlocksByGroup,
-        notes: Sequence[AllocationNote],
-        skip_zeroing_group_ids: Sequence[int],
-    ) -> KVCacheBlocks:
-        """Extend the tables and publish what is full, or leave them as the notes say."""
-        coordinator, request_id = self.coordinator, request.request_id
-        try:
-            if self._adopts_computed(tokens, hits):
-                coordinator.allocate_new_computed_blocks(
-                    request_id=request_id,
-                    new_computed_blocks=hits,
-                    num_local_computed_tokens=tokens.local_computed,
-                    num_external_computed_tokens=tokens.external_computed,
-                    skip_zeroing_group_ids=skip_zeroing_group_ids,
-                )
-            new_blocks = coordinator.allocate_new_blocks(
-                request_id, tokens.need_slot, tokens.main_model, tokens.encoder
-            )
-            if tokens.to_cache >= 0:
-                coordinator.cache_blocks(request, tokens.to_cache)
-        except BaseException:  # counts that don't belong together: a group needs more than was foreseen
-            self._undo_allocation(request, tokens.local_computed, notes, hits)
-            raise
-        return self.create_kv_cache_blocks(new_blocks)
 
     def allocate_decode(self, requests: Iterable[Request]) -> list[KVCacheBlocks | None]:
         """One new token for each of the requests: ``[allocate_slots(request, 1) for request in requests]``.

@@ -77,15 +77,15 @@ SHARED_FAULTS = [
         (
             Edit(
                 OPERATIONS,
-                "to_cache=-1 if delay_cache_blocks else",
-                "to_cache=-1 if not self else",
+                "to_cache = -1 if delay_cache_blocks else",
+                "to_cache = -1 if not self else",
             ),
         ),
         ((manager("full", "native"), manager("hybrid", "native"), manager("two_full", "reference")),),
     ),
     Fault(
         "stale hits taken",
-        (Edit(OPERATIONS, "            if self.verify_hits:\n", "            if not self:\n"),),
+        (Edit(OPERATIONS, "        if self.verify_hits:\n", "        if not self:\n"),),
         ("tests/cache/test_kv_cache_manager.py",),
     ),
     Fault(
