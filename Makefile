@@ -16,7 +16,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # The newest release that kvpool serves and that has no wheel for CPUs: its Python files are laid over the installed one.
 VLLM_NEXT := 0.33.0
-NEXT_TESTS := pool_lockstep pool_names manager_fast scheduler_fast hasher lookahead tables register drift closure closure_trace contents_lockstep self_check
+NEXT_TESTS := pool_lockstep pool_names manager_level scheduler_lockstep hasher lookahead tables register drift closure closure_trace contents_lockstep self_check
 LEG := build/legs
 
 .PHONY: help demo test quick build ctest asan valgrind fuzz mutants soak test-slow test-debug test-sanitize test-sanitize-all tsan test-pure test-sdist test-lockstep vllm-env \

@@ -19,7 +19,7 @@ if sys.version_info < (3, 11):
 import torch
 from test_closure import MEMBERS
 from test_hasher import make_feature, make_request, random_extras
-from test_scheduler_fast import bench  # noqa: F401 (a fixture)
+from test_scheduler_lockstep import bench  # noqa: F401 (a fixture)
 
 from kvpool.integrations import vllm as integration
 from kvpool.integrations.vllm import (

@@ -32,7 +32,7 @@ from kv_contents import (
 )
 from scheduler_runs import full_attention, sliding_window
 from test_contents_scheduler import chunked_local
-from test_scheduler_fast import answer_fields, bench, fields_of  # noqa: F401 (bench is a fixture)
+from test_scheduler_lockstep import answer_fields, bench, fields_of  # noqa: F401 (bench is a fixture)
 
 pytestmark = pytest.mark.vllm
 

@@ -15,7 +15,7 @@ import pytest
 from manager_layouts import MAKERS, Layout
 from test_hasher import make_request as make_plain_request
 from test_hasher import random_extras
-from test_manager_fast import (
+from test_manager_level import (
     BLOCK_SIZE,
     LAYOUTS,
     NUM_SEEDS,
