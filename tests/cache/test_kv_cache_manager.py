@@ -955,9 +955,9 @@ def test_a_step_that_changes_nothing_asks_no_group(groups: Any, in_batch: bool) 
     asked = set()
     general = manager.coordinator.get_num_blocks_to_allocate
 
-    def note(**what: Any) -> int:
+    def note(*arguments: Any, **what: Any) -> int:
         asked.add(request.num_tokens)
-        return general(**what)
+        return general(*arguments, **what)
 
     manager.coordinator.get_num_blocks_to_allocate = note
     for _ in range(8):
