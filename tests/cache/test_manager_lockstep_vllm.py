@@ -10,66 +10,17 @@ import logging
 import os
 import random
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from conftest import BACKEND_NAMES
 from manager_histories import History, Stack
-from manager_layouts import MAKERS, Layout, ManagerRequest, make_spec, random_layout
-from test_lockstep_vllm import OrderedSets
+from manager_layouts import MAKERS, Layout, ManagerRequest, random_layout
+from vllm_stack import VllmStack
 
 pytestmark = pytest.mark.vllm
 
 NUM_SEEDS = int(os.environ.get("KVPOOL_LOCKSTEP_SEEDS", "40"))
-
-
-class VllmStack:
-    """vLLM's manager with the methods of ``Stack``."""
-
-    name = "vllm"
-    options: ClassVar[dict[str, Any]] = {}  # of vLLM's manager, beside what a layout says
-
-    def __init__(self, layout: Layout) -> None:
-        import torch
-        from vllm.v1 import kv_cache_interface
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-        groups = [
-            kv_cache_interface.KVCacheGroupSpec(
-                [f"layer.{i}"], make_spec(layout, group, kv_cache_interface, torch.float32), group[3]
-            )
-            for i, group in enumerate(layout.groups)
-        ]
-        config = kv_cache_interface.KVCacheConfig(
-            layout.num_blocks, [], groups, prefix_cache_retention_interval=layout.retention_interval
-        )
-        self.manager = KVCacheManager(
-            config,
-            layout.max_model_len,
-            layout.scheduler_block_size,
-            Stack("reference", layout).pool.hash_block_size,
-            max_in_flight_tokens=layout.max_in_flight_tokens,
-            enable_caching=layout.enable_caching,
-            use_eagle=layout.use_eagle,
-            num_prefill_lookahead=layout.num_prefill_lookahead,
-            log_stats=True,
-            enable_kv_cache_events=True,
-            watermark=layout.watermark,
-            enable_mamba_shared_prefix_checkpoint=layout.shared_prefix_checkpoint,
-            **self.options,
-        )
-        self.pool: Any = self.manager.block_pool
-        self.check()
-
-    def find_hit(self, request: ManagerRequest) -> tuple[Any, int, int]:
-        return self.manager.get_computed_blocks(request)
-
-    def decode(self, requests: list[ManagerRequest]) -> list[Any]:
-        return [self.manager.allocate_slots(request, 1) for request in requests]
-
-    def check(self) -> None:
-        if not isinstance(self.pool.cached_block_hashes_by_block, OrderedSets):  # a reset makes a new dict
-            self.pool.cached_block_hashes_by_block = OrderedSets(self.pool.cached_block_hashes_by_block)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from conftest import BACKEND_NAMES, make_backend
+from pool_histories import OrderedSets
 from pool_state import event_fields, state_of
-from test_lockstep_vllm import OrderedSets
 from token_requests import TokenRequest, chained_digests
 
 from kvpool.cache import managers

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import scheduler_runs
 from conftest import BACKEND_NAMES
+from engine_contents import EngineHistory
 from manager_histories import History, Stack
 from manager_layouts import MAKERS, Layout, ManagerRequest, OwnManagerRequest, Status, make_config
 from recordings import file_of, finish, messages_of, play, recording_to
-from test_contents_engine import EngineHistory
-from test_contents_scheduler import SPECS, SchedulerHistory
+from scheduler_contents import SPECS, SchedulerHistory
 
 import kvpool
 from kvpool import reference

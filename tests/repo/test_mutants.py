@@ -15,7 +15,7 @@ from churn import Churn, WrongContents
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mutants.catalogue import FAULTS
-from test_state_machine import PoolsInStep
+from pools_in_step import PoolsInStep
 from token_requests import TokenRequest, chained_digests
 
 from kvpool import reference

@@ -62,3 +62,26 @@ def _ids_backwards(queue: Any) -> list[int]:
         ids.append(block.block_id)
         block = block.prev_free_block
     return ids
+
+
+class CallLog:
+    """A collector that writes down the calls, with the block's id."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def on_block_allocated(self, block: Any) -> None:
+        self.calls.append(("allocated", block.block_id))
+
+    def on_block_accessed(self, block: Any) -> None:
+        self.calls.append(("accessed", block.block_id))
+
+    def on_block_evicted(self, block: Any) -> None:
+        self.calls.append(("evicted", block.block_id))
+
+    def reset(self) -> None:
+        self.calls.append(("reset", -1))
+
+    def take(self) -> list[tuple[str, int]]:
+        calls, self.calls = self.calls, []
+        return calls

@@ -30,8 +30,8 @@ from kv_contents import (
     next_token,
     start_digest,
 )
+from scheduler_contents import chunked_local
 from scheduler_runs import full_attention, sliding_window
-from test_contents_scheduler import chunked_local
 from test_scheduler_lockstep import answer_fields, bench, fields_of  # noqa: F401 (bench is a fixture)
 
 pytestmark = pytest.mark.vllm

@@ -27,7 +27,7 @@ from test_manager_level import (
     run_one,
     statuses,  # noqa: F401 (a fixture)
 )
-from test_manager_lockstep_vllm import VllmStack
+from vllm_stack import VllmStack
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,7 @@ import manager_histories
 import pytest
 from manager_histories import History
 from manager_layouts import MAKERS, Layout, new_hashes
-from test_manager_lockstep_vllm import VllmStack
+from vllm_stack import VllmStack
 
 pytestmark = pytest.mark.vllm
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from test_lockstep_vllm import History, quiet  # noqa: F401 (a fixture)
+from pool_histories import History, quiet  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.vllm
 
