@@ -246,7 +246,7 @@ class GenerateSession:
         return needed if fitting is None else min(needed, fitting)
 
     def _start_workers(self, max_model_len: int) -> tuple[Executor, KVCacheConfig]:
-        from kvpool.worker.models.weightless_model import read_kv_cache_groups
+        from kvpool.worker.models.transformers_model import read_kv_cache_groups
         from kvpool.worker.transport.broadcaster import Broadcaster
         from kvpool.worker.transport.local_workers import LocalWorkers
         from kvpool.worker.transport.scratch_folder import scratch_folder

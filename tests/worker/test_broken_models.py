@@ -23,7 +23,7 @@ from kvpool.worker.models.gguf_header import GgufError, check_gguf_header  # noq
 from kvpool.worker.models.model_files import MAX_LAYERS, ModelFileError  # noqa: E402
 from kvpool.worker.models.pretrained import load_pretrained, read_model_facts  # noqa: E402
 from kvpool.worker.models.random_model import write_random_llama  # noqa: E402
-from kvpool.worker.models.weightless_model import read_kv_cache_groups  # noqa: E402
+from kvpool.worker.models.transformers_model import read_kv_cache_groups  # noqa: E402
 
 pytestmark = pytest.mark.dataplane
 

@@ -21,9 +21,25 @@ from kvpool.cache.spec import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, 
 from kvpool.worker.attention import AttentionLayer
 from kvpool.worker.attention.paged_attention import PagedAttention
 from kvpool.worker.models.attention_modules import AttentionModule, UnsupportedModelError, find_attention_modules
-from kvpool.worker.models.pretrained import ModelFacts, load_pretrained, longest_sequence, read_model_facts
+from kvpool.worker.models.model_files import model_errors
+from kvpool.worker.models.pretrained import (
+    ModelFacts,
+    load_pretrained,
+    longest_sequence,
+    make_without_weights,
+    read_config,
+    read_model_facts,
+)
+from kvpool.worker.models.tensor_parallel import shard_model
 
-__all__ = ["ModelFacts", "TransformersModel", "UnsupportedModelError", "load_pretrained", "read_model_facts"]
+__all__ = [
+    "ModelFacts",
+    "TransformersModel",
+    "UnsupportedModelError",
+    "load_pretrained",
+    "read_kv_cache_groups",
+    "read_model_facts",
+]
 
 ATTENTION_NAME = "kvpool"
 # Arguments of layers that change nothing in what attention computes.
@@ -229,3 +245,15 @@ def _unsupported(layer: _Layer, what: str) -> UnsupportedModelError:
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+def read_kv_cache_groups(path: Path, block_size: int, dtype: str, world_size: int) -> list[KVCacheGroupSpec]:
+    """The KV cache groups of the model in a folder or a ``.gguf`` file, with the heads that each rank has.
+
+    Raises:
+        InvalidArgumentError: there is no model, it is not supported, or so many ranks can't divide it evenly.
+    """
+    with model_errors(path):
+        model = make_without_weights(path, read_config(path), getattr(torch, dtype))
+    shard_model(model, 0, world_size)
+    return TransformersModel(model).kv_cache_groups(block_size)
