@@ -17,7 +17,7 @@ from token_requests import TokenRequest
 import kvpool
 from kvpool import reference
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: torch, here and in children, takes one each
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core or more: torch, here and in children, takes one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 IS_PURE_PYTHON = os.environ.get("KVPOOL_PURE_PYTHON") == "1"

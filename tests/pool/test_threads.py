@@ -16,8 +16,6 @@ from token_requests import TokenRequest
 from kvpool import reference
 from kvpool.errors import NoFreeBlocksError
 
-pytestmark = pytest.mark.slow
-
 NUM_THREADS = 4
 NUM_USABLE = 64
 
