@@ -57,9 +57,9 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The base install, what builds it, and pytest: enough for make quick.
+# The base install, what builds it, and pytest: enough for make quick. Python compiles what it imports.
 $(VENV)/.base: $(BIN)/python requirements/base.txt
-	$(PIP) install --no-deps --require-hashes -r requirements/base.txt
+	$(PIP) install --no-compile --no-deps --require-hashes -r requirements/base.txt
 	touch $@
 
 # In place: kvpool is imported from the checkout.
@@ -103,9 +103,16 @@ quick: ctest $(VENV)/.built build
 
 C_TESTS := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 
-build/ctest/%: tests/c/%.c $(C_SOURCES) $(wildcard csrc/*.h tests/c/*.h)
+# The core once for all of them.
+CTEST_CORE := $(C_SOURCES:csrc/%.c=build/ctest/core/%.o)
+.SECONDARY: $(CTEST_CORE)
+
+build/ctest/core/%.o: csrc/%.c $(wildcard csrc/*.h)
 	@mkdir -p $(@D)
-	$(CC) -std=c11 -O2 -DKVP_DEBUG $(C_WARNINGS) -Icsrc $< $(C_SOURCES) -o $@
+	$(CC) -std=c11 -O2 -DKVP_DEBUG $(C_WARNINGS) -c $< -o $@
+
+build/ctest/%: tests/c/%.c $(CTEST_CORE) $(wildcard csrc/*.h tests/c/*.h)
+	$(CC) -std=c11 -O2 -DKVP_DEBUG $(C_WARNINGS) -Icsrc $< $(CTEST_CORE) -o $@
 
 build/asan/%: tests/c/%.c $(C_SOURCES) $(wildcard csrc/*.h tests/c/*.h)
 	@mkdir -p $(@D)
