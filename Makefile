@@ -89,9 +89,12 @@ test: ctest $(VENV)/.installed
 	$(BIN)/pytest -q tests -n $(JOBS) --dist loadfile -m 'not timing and not slow'
 	$(BIN)/pytest -q tests -m timing
 
-# The rest: a real model, floods of sockets, long random histories.
+# The rest: a real model, long random histories; and floods of sockets, alone, since who is flooded needs a core.
+FLOODS := tests/events/test_event_floods.py tests/worker/test_strangers.py
+
 test-slow: $(VENV)/.installed
-	$(BIN)/pytest -q tests -n $(JOBS) --dist loadfile -m 'slow and not timing'
+	$(BIN)/pytest -q tests -n $(JOBS) --dist loadfile -m 'slow and not timing' $(FLOODS:%=--ignore=%)
+	$(BIN)/pytest -q $(FLOODS) -m 'slow and not timing'
 
 # Seconds, and without torch: what a change of the core or the pool has to pass first.
 QUICK_TESTS := tests/pool tests/hashing -m 'not slow and not timing and not dataplane and not vllm'
