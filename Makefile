@@ -57,9 +57,9 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The base install, what builds it, and pytest: enough for make quick. Python compiles what it imports.
+# The base install, what builds it, and pytest: enough for make quick.
 $(VENV)/.base: $(BIN)/python requirements/base.txt
-	$(PIP) install --no-compile --no-deps --require-hashes -r requirements/base.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/base.txt
 	touch $@
 
 # In place: kvpool is imported from the checkout.

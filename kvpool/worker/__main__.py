@@ -21,11 +21,12 @@ traceback goes to the scheduler.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -267,5 +268,19 @@ def _describe(runner: ModelRunner, ranks: Ranks) -> WorkerInfo:
     )
 
 
+def run_process() -> NoReturn:
+    """The command as a process of its own. It ends without torch's clean-up: a thread of a process group that is gone
+    may still run then, and C++ aborts the process for it."""
+    try:
+        app()
+        code: object = 0
+    except SystemExit as end:
+        code = end.code
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else EXIT_FAILURE)
+
+
 if __name__ == "__main__":
-    app()
+    run_process()

@@ -103,7 +103,7 @@ def run_worker() -> None:
     if "FITTING" in os.environ:
         fitting = int(os.environ["FITTING"].split(",")[int(rank)])
         device_memory.num_blocks_for_memory = lambda groups, available_bytes: fitting
-    worker.app()
+    worker.run_process()
 
 
 if __name__ == "__main__":
